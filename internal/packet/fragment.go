@@ -19,7 +19,7 @@ func FragmentIPv4(b []byte, mtu int, emit func([]byte)) bool {
 		return true
 	}
 	hl := int(b[0]&0x0f) * 4
-	if h.DontFragment || mtu < hl+8 {
+	if h.DontFragment || mtu < hl+8 || h.FragmentOffset+len(b)-hl > 0xffff {
 		return false
 	}
 	var hdr [60]byte

@@ -21,8 +21,8 @@ type Splitter struct {
 	seq    uint32
 	id     uint16
 	flags  uint8
-	ipSum  uint64 // of the IPv4 header copy
-	tpSum  uint64 // of pseudo-header and transport header copy, less the lengths
+	ipSum  uint64 // of the IPv4 header copy; folded, so that fields can be added
+	tpSum  uint64 // of pseudo-header and transport header copy, less the lengths; folded
 	sealed bool   // nothing is left
 }
 
@@ -39,13 +39,7 @@ func (s *Splitter) Reset(p *Packet, h Header, segment int) {
 		size = segment
 	}
 	if !splittable(p.Data, &h, size) {
-		if p.Segment != 0 {
-			// One segment's worth: no cut is needed, but a checksum is.
-			p.Segment = 0
-			if !h.Fragment && h.transport() {
-				p.SetPartial(h)
-			}
-		}
+		p.Segment = 0
 		p.CompleteChecksum(h)
 		return
 	}
@@ -59,7 +53,7 @@ func (s *Splitter) Reset(p *Packet, h Header, segment int) {
 		s.id = binary.BigEndian.Uint16(s.hdr[4:])
 		clear(s.hdr[2:6])
 		s.hdr[10], s.hdr[11] = 0, 0
-		s.ipSum = sum(s.hdr[:h.IPLen], 0)
+		s.ipSum = uint64(fold(sum(s.hdr[:h.IPLen], 0)))
 	}
 	if s.v6 && h.IPLen != ipv6Len && p.Flags&Partial != 0 {
 		// With a routing header the pseudo-header has the last destination
@@ -78,7 +72,7 @@ func (s *Splitter) Reset(p *Packet, h Header, segment int) {
 	} else {
 		clear(t[4:8])
 	}
-	s.tpSum = sum(t, s.tpSum)
+	s.tpSum = uint64(fold(sum(t, s.tpSum)))
 }
 
 // splittable reports whether a packet is to be cut at size.
