@@ -1,0 +1,133 @@
+package settings
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// A Value is a flag that parses itself when it is set, so that every source
+// of a setting is judged alike. It implements cli.Generic.
+type Value struct {
+	set  func(string) error
+	text string
+}
+
+// Set parses s. Its error says what is wrong and never contains s.
+func (v *Value) Set(s string) error {
+	if err := v.set(s); err != nil {
+		return err
+	}
+	v.text = s
+	return nil
+}
+
+// String returns the value as it was set, or the text of the default.
+func (v *Value) String() string { return v.text }
+
+// Var returns a Value that parses into p, which holds the default; shown is how
+// the help shows it. The error of parse must not contain what it was given.
+func Var[T any](p *T, shown string, parse func(string) (T, error)) *Value {
+	return &Value{text: shown, set: func(s string) error {
+		v, err := parse(s)
+		if err != nil {
+			return err
+		}
+		*p = v
+		return nil
+	}}
+}
+
+// Append returns a Value that adds what it is given to the list in p: one item,
+// or several with commas between them.
+func Append[T any](p *[]T, parse func(string) (T, error)) *Value {
+	return &Value{set: func(s string) error {
+		var items []T
+		for item := range strings.SplitSeq(s, ",") {
+			v, err := parse(strings.TrimSpace(item))
+			if err != nil {
+				return err
+			}
+			items = append(items, v)
+		}
+		*p = append(*p, items...)
+		return nil
+	}}
+}
+
+// String parses a text of one line that is not empty.
+func String(s string) (string, error) {
+	switch {
+	case s == "":
+		return "", errors.New("it is empty")
+	case strings.ContainsAny(s, "\r\n\x00"):
+		return "", errors.New("it is more than one line")
+	}
+	return s, nil
+}
+
+// Interface parses the name of a network device as Linux takes it.
+func Interface(s string) (string, error) {
+	if s == "" || len(s) > 15 || s == "." || s == ".." || strings.ContainsAny(s, "/:% \t\r\n\x00") {
+		return "", errors.New("not a device name: 1 to 15 characters without /, :, % and spaces")
+	}
+	return s, nil
+}
+
+// Int parses a whole number.
+func Int(s string) (int, error) {
+	n, err := strconv.Atoi(s)
+	if err != nil {
+		return 0, errors.New("not a whole number")
+	}
+	return n, nil
+}
+
+// Duration parses a time span that is not negative.
+func Duration(s string) (time.Duration, error) {
+	d, err := time.ParseDuration(s)
+	if err != nil || d < 0 {
+		return 0, errors.New("not a time span: write it as 30m, 24h or 720h")
+	}
+	return d, nil
+}
+
+// OneOf returns a parser for a word out of a list.
+func OneOf(words ...string) func(string) (string, error) {
+	return func(s string) (string, error) {
+		for _, w := range words {
+			if s == w {
+				return s, nil
+			}
+		}
+		return "", fmt.Errorf("must be one of %s", strings.Join(words, ", "))
+	}
+}
+
+// Prefix parses an address prefix without bits beyond its length.
+func Prefix(s string) (netip.Prefix, error) {
+	p, err := netip.ParsePrefix(s)
+	if err != nil {
+		return netip.Prefix{}, errors.New("not an address prefix: write it as 192.0.2.0/24 or 2001:db8::/32")
+	}
+	if p.Masked() != p {
+		return netip.Prefix{}, errors.New("the address has bits beyond the prefix length: write the first address of the prefix")
+	}
+	return p, nil
+}
+
+// ListenAddr parses an IP address and a UDP port to listen on; without the
+// address it is every one.
+func ListenAddr(s string) (netip.AddrPort, error) {
+	if strings.HasPrefix(s, ":") {
+		s = "[::]" + s
+	}
+	a, err := netip.ParseAddrPort(s)
+	if err != nil || a.Port() == 0 {
+		return netip.AddrPort{}, errors.New("not an IP address and a port: write it as [::]:443, 0.0.0.0:443 or :443")
+	}
+	return a, nil
+}
