@@ -240,6 +240,20 @@ func TestTopologyReachesTheInternetInClear(t *testing.T) {
 	}
 }
 
+func TestWaitRoute(t *testing.T) {
+	top := NewTopology(t, LinkConfig{})
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if err := top.Client.WaitRoute(ctx, ServerAddr6, "eth0"); err != nil {
+		t.Error(err)
+	}
+	for _, iface := range []string{"lo", "none"} {
+		if err := top.Client.WaitRoute(ctx, ServerAddr4, iface); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("wait for %s: %v, want the deadline", iface, err)
+		}
+	}
+}
+
 func TestLinkDownUpMTUAndRate(t *testing.T) {
 	ctx := testContext(t)
 	l := New(t)

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+
+	"github.com/vishvananda/netlink"
 )
 
 // The fixed places of a Topology. All are documentation addresses (RFC 5737,
@@ -124,4 +126,21 @@ func (n *NS) WaitReady(ctx context.Context, addr netip.AddrPort) error {
 // prefix parses what this package writes itself.
 func prefix(format string, args ...any) netip.Prefix {
 	return netip.MustParsePrefix(fmt.Sprintf(format, args...))
+}
+
+// WaitRoute returns once what is for dst leaves the namespace by the interface.
+func (n *NS) WaitRoute(ctx context.Context, dst netip.Addr, iface string) error {
+	for {
+		link, err := n.nl.LinkByName(iface)
+		if err == nil {
+			var routes []netlink.Route
+			routes, err = n.nl.RouteGet(dst.AsSlice())
+			if err == nil && len(routes) == 1 && routes[0].LinkIndex == link.Attrs().Index {
+				return nil
+			}
+		}
+		if sleep(ctx, retry) != nil {
+			return fmt.Errorf("wait for the route of %s to %s by %s: %w (%v)", n.Name, dst, iface, ctx.Err(), err)
+		}
+	}
 }

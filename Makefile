@@ -1,0 +1,60 @@
+# Everything here runs as root on a machine with Go and Debian's packages: the
+# tests and the demo make network namespaces. They never touch the host's own
+# network.
+
+GO := $(shell command -v go || echo /usr/local/go/bin/go)
+export PATH := $(dir $(GO)):$(PATH)
+# A compiler is needed for the race detector alone.
+export CGO_ENABLED := 0
+
+STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+UNIT := $$($(GO) list ./... | grep -v /e2e)
+FUZZTIME ?= 2s
+
+.PHONY: all build setup lint test e2e fuzz check demo bench-tunnel bench-tun clean
+
+all: build
+
+build:
+	$(GO) build -trimpath -buildvcs=auto -ldflags='-s -w' -o bin/quicvpn .
+
+# Debian's packages that tests, the demo and the benchmarks use.
+setup:
+	@sh internal/setup.sh
+
+lint:
+	@bad=$$(gofmt -l .); test -z "$$bad" || { echo "gofmt would change: $$bad"; exit 1; }
+	$(GO) vet ./...
+	cd internal/bench && $(GO) vet ./...
+	$(GO) run $(STATICCHECK) ./...
+	cd internal/bench && $(GO) run $(STATICCHECK) ./...
+
+# The tests of all packages, with the race detector, those in namespaces of their
+# own and the seeds of all fuzz targets too.
+test: setup
+	CGO_ENABLED=1 $(GO) test -race -p 2 $(UNIT)
+
+# The tests that run the binary as a user would.
+e2e: setup build
+	CGO_ENABLED=1 $(GO) test -race -count=1 -timeout=8m ./e2e
+
+# Every fuzz target for FUZZTIME.
+fuzz:
+	@GO=$(GO) sh internal/fuzz.sh $(FUZZTIME)
+
+check: setup lint build test e2e fuzz
+
+demo: setup build
+	@$(GO) build -o bin/demo ./internal/demo
+	@bin/demo bin/quicvpn
+
+# QUICK=1 takes under 50 seconds.
+bench-tunnel: setup build
+	@cd internal/bench && $(GO) build -o ../../bin/bench-tunnel ./tunnel
+	@bin/bench-tunnel $(if $(QUICK),-quick) bin/quicvpn
+
+bench-tun: setup
+	cd internal/bench && $(GO) run ./tun
+
+clean:
+	rm -rf bin dist

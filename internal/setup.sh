@@ -1,0 +1,36 @@
+#!/bin/sh
+# Installs the Debian packages that the tests, the demo and the benchmarks use,
+# where they are missing. Nothing is asked, and nothing is downloaded when all
+# is there.
+set -eu
+
+missing=
+need() { # PROGRAM PACKAGE...
+	program=$1
+	shift
+	PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null 2>&1 || missing="$missing $*"
+}
+need iperf3 iperf3
+need curl curl
+need ip iproute2
+need tc iproute2
+need nft nftables
+need setpriv util-linux
+need git git
+need gcc gcc libc6-dev # the race detector
+[ -e /etc/ssl/certs/ca-certificates.crt ] || missing="$missing ca-certificates"
+
+[ -n "$missing" ] || exit 0
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
+	echo "setup: these packages are needed: install$missing" >&2
+	exit 1
+fi
+echo "setup: installing$missing"
+export DEBIAN_FRONTEND=noninteractive
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+# shellcheck disable=SC2086 # a list of names
+if ! { apt-get update && apt-get install -y --no-install-recommends $missing; } >"$log" 2>&1; then
+	cat "$log" >&2
+	exit 1
+fi
