@@ -1,0 +1,84 @@
+package gateway
+
+import (
+	"fmt"
+	"net/netip"
+
+	"github.com/vishvananda/netlink"
+	"go4.org/netipx"
+	"golang.org/x/sys/unix"
+)
+
+// checkOverlap refuses pools that overlap an address or a route of this host:
+// packets to the one would go where the other lives. It looks at the network
+// namespace of the calling thread.
+func checkOverlap(pools ...netip.Prefix) error {
+	taken, err := hostPrefixes()
+	if err != nil {
+		return fmt.Errorf("look for networks of this host that overlap the pools: %w", err)
+	}
+	for _, pool := range pools {
+		for _, t := range taken {
+			if pool.Overlaps(t.prefix) {
+				version := 4
+				if pool.Addr().Is6() {
+					version = 6
+				}
+				return fmt.Errorf("the pool %s overlaps this host's %s: choose another one with --pool%d", pool, t.what, version)
+			}
+		}
+	}
+	return nil
+}
+
+type hostPrefix struct {
+	prefix netip.Prefix
+	what   string
+}
+
+// hostPrefixes lists what this host uses or reaches, without default routes and
+// without what is no unicast.
+func hostPrefixes() ([]hostPrefix, error) {
+	links, err := netlink.LinkList()
+	if err != nil {
+		return nil, fmt.Errorf("list links: %w", err)
+	}
+	names := make(map[int]string)
+	for _, l := range links {
+		names[l.Attrs().Index] = l.Attrs().Name
+	}
+	var all []hostPrefix
+	addrs, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
+	if err != nil {
+		return nil, fmt.Errorf("list addresses: %w", err)
+	}
+	for _, a := range addrs {
+		if p, ok := netipx.FromStdIPNet(a.IPNet); ok && counts(p) {
+			all = append(all, hostPrefix{p, fmt.Sprintf("address %s on %s", p, names[a.LinkIndex])})
+		}
+	}
+	// Every table: a route that only policy routing reaches counts as well.
+	routes, err := netlink.RouteListFiltered(netlink.FAMILY_ALL,
+		&netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+	if err != nil {
+		return nil, fmt.Errorf("list routes: %w", err)
+	}
+	for _, r := range routes {
+		if r.Dst == nil || r.Type != unix.RTN_UNICAST {
+			continue // local ones are the addresses above; others lead nowhere
+		}
+		if p, ok := netipx.FromStdIPNet(r.Dst); ok && counts(p) {
+			what := fmt.Sprintf("route to %s", p.Masked())
+			if name := names[r.LinkIndex]; name != "" {
+				what += " by " + name
+			}
+			all = append(all, hostPrefix{p, what})
+		}
+	}
+	return all, nil
+}
+
+func counts(p netip.Prefix) bool {
+	a := p.Addr()
+	return p.Bits() > 0 && !a.IsLoopback() && !a.IsMulticast() && !a.IsLinkLocalUnicast()
+}
