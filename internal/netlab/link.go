@@ -114,8 +114,9 @@ func (i *Iface) Address(p netip.Prefix) {
 	i.check("set address "+p.String(), i.NS.nl.AddrAdd(i.link(), addr))
 }
 
-// Down sets the interface down: the peer loses its carrier, and the kernel drops
-// this end's routes, as when a cable is pulled on both sides.
+// Down sets the interface down: the peer loses its carrier and keeps its routes,
+// this end loses those by a neighbour for good. A cable that is pulled is Down at
+// the end that has none.
 func (i *Iface) Down() {
 	i.NS.lab.tb.Helper()
 	i.check("set down", i.NS.nl.LinkSetDown(i.link()))

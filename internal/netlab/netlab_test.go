@@ -254,6 +254,28 @@ func TestWaitRoute(t *testing.T) {
 	}
 }
 
+func TestWaitPing(t *testing.T) {
+	top := NewTopology(t, LinkConfig{})
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+	defer cancel()
+	top.UplinkGatewayIf.Down()
+	back := time.AfterFunc(300*time.Millisecond, func() {
+		if err := top.Uplink.Netlink().LinkSetUp(top.UplinkGatewayIf.link()); err != nil {
+			t.Error(err)
+		}
+	})
+	defer back.Stop()
+	start := time.Now()
+	if err := top.Client.WaitPing(ctx, GatewayAddr6); err != nil || time.Since(start) < 250*time.Millisecond {
+		t.Errorf("answered after %v (%v), want about 300ms", time.Since(start), err)
+	}
+	ctx, cancel = context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if err := top.Client.WaitPing(ctx, netip.MustParseAddr("203.0.113.99")); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("error %v, want the deadline", err)
+	}
+}
+
 func TestLinkDownUpMTUAndRate(t *testing.T) {
 	ctx := testContext(t)
 	l := New(t)
@@ -335,7 +357,7 @@ func TestSnapshotShowsEveryChange(t *testing.T) {
 	n := l.NS("one")
 	l.Link(n, l.NS("other"), LinkConfig{A: End{Addresses: []netip.Prefix{netip.MustParsePrefix("192.0.2.1/24")}}})
 	before := n.Snapshot()
-	if diff := cmp.Diff(before, n.Snapshot()); diff != "" {
+	if diff := before.Diff(n.Snapshot()); diff != "" {
 		t.Errorf("nothing changed, but:\n%s", diff)
 	}
 	ip := func(args string) {
@@ -358,11 +380,11 @@ func TestSnapshotShowsEveryChange(t *testing.T) {
 		{"sysctl of a link", func() { n.Sysctl("net.ipv6.conf.eth0.forwarding", "1") }, func() { n.Sysctl("net.ipv6.conf.eth0.forwarding", "0") }},
 	} {
 		tt.do()
-		if cmp.Equal(before, n.Snapshot()) {
+		if before.Diff(n.Snapshot()) == "" {
 			t.Errorf("%s: no difference", tt.name)
 		}
 		tt.undo()
-		if diff := cmp.Diff(before, n.Snapshot()); diff != "" {
+		if diff := before.Diff(n.Snapshot()); diff != "" {
 			t.Errorf("%s: undone, but:\n%s", tt.name, diff)
 		}
 	}

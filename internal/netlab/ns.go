@@ -27,8 +27,8 @@ type NS struct {
 	calls chan func()
 }
 
-// NS makes a namespace: loopback up, nothing forwarded, no duplicate address
-// detection, no source filter.
+// NS makes a namespace: loopback up, nothing forwarded, no source filter; IPv6
+// addresses need no duplicate address detection and stay when a link goes down.
 func (l *Lab) NS(name string) *NS {
 	l.tb.Helper()
 	n := &NS{Name: name, lab: l, calls: make(chan func())}
@@ -85,6 +85,8 @@ func (n *NS) enterNew() (err error) {
 		{"net.ipv4.conf.default.rp_filter", "0"},
 		{"net.ipv6.conf.all.accept_dad", "0"},
 		{"net.ipv6.conf.default.accept_dad", "0"},
+		{"net.ipv6.conf.all.keep_addr_on_down", "1"},
+		{"net.ipv6.conf.default.keep_addr_on_down", "1"},
 	} {
 		if err := writeSysctl(kv[0], kv[1]); err != nil {
 			return err

@@ -26,10 +26,12 @@ type Ping struct {
 	Interval time.Duration
 	// Size of the payload; 8 at least.
 	Size int
+	// Wait for the last answer; zero means a second.
+	Wait time.Duration
 }
 
 // Ping sends echo requests from the namespace, at their pace whatever comes
-// back, waits a second for the last, and returns the round-trip times of those
+// back, waits for the last answer, and returns the round-trip times of those
 // that were answered, in ascending order.
 func (n *NS) Ping(ctx context.Context, p Ping) (rtts []time.Duration, err error) {
 	network, local := "ip4:icmp", "0.0.0.0"
@@ -41,6 +43,9 @@ func (n *NS) Ping(ctx context.Context, p Ping) (rtts []time.Duration, err error)
 	}
 	if p.Interval == 0 {
 		p.Interval = 100 * time.Millisecond
+	}
+	if p.Wait == 0 {
+		p.Wait = time.Second
 	}
 	p.Count = max(p.Count, 1)
 
@@ -91,7 +96,7 @@ func (n *NS) Ping(ctx context.Context, p Ping) (rtts []time.Duration, err error)
 		}
 		return nil
 	}()
-	last := time.Now().Add(time.Second)
+	last := time.Now().Add(p.Wait)
 	if err != nil {
 		last = time.Now()
 	}
@@ -99,4 +104,17 @@ func (n *NS) Ping(ctx context.Context, p Ping) (rtts []time.Duration, err error)
 	wg.Wait()
 	slices.Sort(rtts)
 	return rtts, err
+}
+
+// WaitPing returns once an echo request from the namespace is answered.
+func (n *NS) WaitPing(ctx context.Context, to netip.Addr) error {
+	for {
+		rtts, err := n.Ping(ctx, Ping{To: to, Wait: 5 * retry})
+		if len(rtts) > 0 {
+			return nil
+		}
+		if sleep(ctx, retry) != nil {
+			return fmt.Errorf("wait for an answer of %s: %w (%v)", to, ctx.Err(), err)
+		}
+	}
 }

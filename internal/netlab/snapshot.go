@@ -11,13 +11,33 @@ import (
 	"strings"
 )
 
-// Snapshot describes the namespace's configuration, one thing a line, sorted:
+// A Snapshot describes a namespace's configuration, one thing a line, sorted:
 // links, addresses, routes of all tables, rules, queues, the nftables ruleset and
 // the sysctls of net.ipv4 and net.ipv6. Two are equal if nothing was left behind
 // and nothing was lost.
-func (n *NS) Snapshot() []string {
+type Snapshot []string
+
+// Diff returns the lines that only s has, with "-" before them, and those that
+// only later has, with "+"; empty if there are none.
+func (s Snapshot) Diff(later Snapshot) string {
+	var diff strings.Builder
+	for _, side := range []struct {
+		sign      string
+		has, lack Snapshot
+	}{{"-", s, later}, {"+", later, s}} {
+		for _, line := range side.has {
+			if _, found := slices.BinarySearch(side.lack, line); !found {
+				fmt.Fprintln(&diff, side.sign, line)
+			}
+		}
+	}
+	return diff.String()
+}
+
+// Snapshot takes a snapshot of the namespace.
+func (n *NS) Snapshot() Snapshot {
 	n.lab.tb.Helper()
-	var lines []string
+	var lines Snapshot
 	for _, args := range []string{
 		"ip -o -d link",
 		"ip -o addr",
