@@ -1,0 +1,23 @@
+module github.com/quicvpn/quicvpn/internal/bench
+
+go 1.26.0
+
+require (
+	github.com/quicvpn/quicvpn v0.0.0
+	github.com/vishvananda/netlink v1.3.1
+	golang.org/x/sync v0.25.0
+)
+
+require (
+	github.com/quic-go/qpack v0.6.0 // indirect
+	github.com/quic-go/quic-go v0.65.0 // indirect
+	github.com/vishvananda/netns v0.0.5 // indirect
+	go4.org/netipx v0.0.0-20260823151212-3075585bcbeb // indirect
+	golang.org/x/crypto v0.58.0 // indirect
+	golang.org/x/net v0.62.0 // indirect
+	golang.org/x/sys v0.50.0 // indirect
+	golang.org/x/text v0.43.0 // indirect
+	golang.org/x/time v0.16.0 // indirect
+)
+
+replace github.com/quicvpn/quicvpn => ../..

@@ -1,0 +1,50 @@
+package main
+
+import (
+	"fmt"
+	"io"
+)
+
+// printTable prints a Markdown table, a row for each workload.
+func printTable(w io.Writer, samples map[cell][]sample) {
+	const bare, wireguard, quicvpn = "bare veth", "wireguard-go", "quicvpn"
+	gbits := func(s sample) float64 { return s.gbits }
+	packets := func(s sample) float64 { return s.packets / 1000 }
+	cpu := func(s sample) float64 { return s.cpu }
+
+	fmt.Fprintln(w, "| | bare veth | wireguard-go | quicvpn | to wireguard-go | CPU s/Gbit, both ends: wireguard-go | quicvpn | to wireguard-go |")
+	fmt.Fprintln(w, "| --- | --- | --- | --- | --- | --- | --- | --- |")
+	for _, load := range workloads {
+		of := func(rig string, get func(sample) float64) float64 {
+			return median(samples[cell{rig, load.name}], get)
+		}
+		what, unit := gbits, "Gbit/s"
+		if load.run.UDP > 0 {
+			what, unit = packets, "k/s"
+		}
+		fmt.Fprintf(w, "| %s, %s | %.2f | %.2f | %.2f | **%.2f** | %.3f | %.3f | **%.2f** |\n", load.name, unit,
+			of(bare, what), of(wireguard, what), of(quicvpn, what), of(quicvpn, what)/of(wireguard, what),
+			of(wireguard, cpu), of(quicvpn, cpu), of(quicvpn, cpu)/of(wireguard, cpu))
+	}
+	fmt.Fprintln(w)
+	fmt.Fprintln(w, "| ping under load, ms | bare veth | wireguard-go | quicvpn |")
+	fmt.Fprintln(w, "| --- | --- | --- | --- |")
+	for _, load := range workloads {
+		if load.run.UDP > 0 {
+			continue
+		}
+		fmt.Fprintf(w, "| %s: median / p99 |", load.name)
+		for _, rig := range []string{bare, wireguard, quicvpn} {
+			of := func(q float64) float64 { return quantile(samples[cell{rig, load.name}], q, pings) }
+			fmt.Fprintf(w, " %.2f / %.1f |", of(0.5), of(0.99))
+		}
+		fmt.Fprintln(w)
+	}
+}
+
+func pings(s sample) (ms []float64) {
+	for _, p := range s.pings {
+		ms = append(ms, p.Seconds()*1000)
+	}
+	return ms
+}
