@@ -120,3 +120,18 @@ func validChecksum(b []byte, h *Header) bool {
 	}
 	return fold(sum(t, pseudo(b, h.Proto, len(t)))) == 0xffff
 }
+
+// CompleteChecksumAt completes a checksum that covers b from start on and lies
+// offset bytes behind it, which is how a device describes the partial checksum
+// of any protocol. It returns false where that is not in the packet.
+func CompleteChecksumAt(b []byte, start, offset int) bool {
+	if start < 0 || offset < 0 || start+offset+2 > len(b) {
+		return false
+	}
+	v := ^fold(sum(b[start:], 0))
+	if v == 0 {
+		v = 0xffff // the same to all, and UDP needs it
+	}
+	putSum(b[start+offset:], v)
+	return true
+}
