@@ -1,3 +1,307 @@
-// Package gateway is the server role: it authenticates clients, assigns
-// addresses, routes between them and lets their packets out to the internet.
 package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net"
+	"net/netip"
+	"runtime"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+
+	"github.com/quicvpn/quicvpn/internal/packet"
+	"github.com/quicvpn/quicvpn/tun"
+	"github.com/quicvpn/quicvpn/tunnel"
+)
+
+// A Config says how a gateway runs.
+type Config struct {
+	// StateDir is what Init made. Required.
+	StateDir string
+	// Listen is the UDP address; zero means port 443 of all addresses, IPv4 and
+	// IPv6.
+	Listen netip.AddrPort
+	// Interface is the name of the TUN device; empty means "quicvpn-gw".
+	Interface string
+	// Queues is the number of queues of the TUN device, and of streams of each
+	// session; zero means GOMAXPROCS, and at most 8.
+	Queues int
+	// MTU caps the tunnels' MTU, from 1280 to 1500; zero leaves it to each
+	// path.
+	MTU int
+	// Log is where the gateway speaks; nil discards.
+	Log *slog.Logger
+}
+
+const (
+	defaultPort      = 443
+	defaultInterface = "quicvpn-gw"
+	defaultQueues    = 8 // at most
+	maxQueues        = 256
+	// minMTU is what every link carries for IPv6 (RFC 8200, section 5).
+	minMTU = 1280
+	// maxMTU is also the MTU of the TUN device where none is given: sessions
+	// know better what they carry, and say so.
+	maxMTU = 1500
+
+	// reportInterval is how often sessions and drops are logged, if they have
+	// changed.
+	reportInterval = time.Minute
+	batchSize      = 128
+)
+
+// fill replaces zero values by what they mean, and says what is wrong with the
+// others.
+func (c *Config) fill() error {
+	if c.StateDir == "" {
+		return errors.New("no state directory: say which with --state-dir")
+	}
+	if c.Listen == (netip.AddrPort{}) {
+		c.Listen = netip.AddrPortFrom(netip.IPv6Unspecified(), defaultPort)
+	}
+	if !c.Listen.Addr().IsValid() {
+		return fmt.Errorf("listen address %s: not an IP address", c.Listen)
+	}
+	if c.Interface == "" {
+		c.Interface = defaultInterface
+	}
+	if len(c.Interface) >= unix.IFNAMSIZ || c.Interface == "." || c.Interface == ".." ||
+		strings.ContainsAny(c.Interface, "/:%\"\\ \t\r\n\v\f\x00") {
+		return fmt.Errorf("interface name %q: take 1 to %d letters, digits, dots or dashes", c.Interface, unix.IFNAMSIZ-1)
+	}
+	if c.Queues < 0 || c.Queues > maxQueues {
+		return fmt.Errorf("%d queues: take 1 to %d, or 0 for as many as there are CPUs, up to %d", c.Queues, maxQueues, defaultQueues)
+	}
+	if c.Queues == 0 {
+		c.Queues = min(runtime.GOMAXPROCS(0), defaultQueues)
+	}
+	if c.MTU != 0 && (c.MTU < minMTU || c.MTU > maxMTU) {
+		return fmt.Errorf("MTU %d: take %d to %d, or 0 to leave it to the path", c.MTU, minMTU, maxMTU)
+	}
+	if c.Log == nil {
+		c.Log = slog.New(slog.DiscardHandler)
+	}
+	return nil
+}
+
+// A Gateway is the server role on one host.
+type Gateway struct {
+	cfg    Config
+	state  *State
+	server *tunnel.Server
+	egress *egress
+	router *router
+	drops  packet.Drops
+
+	mu sync.Mutex // guards clients
+	// clients holds what Authorize answered, for the session that follows. It
+	// grows no further than the enrolled clients.
+	clients map[tunnel.Fingerprint]Client
+
+	close func() error
+}
+
+// New takes everything that a gateway needs: the state directory, the UDP port,
+// the TUN device, firewall rules and forwarding. After an error it has let go of
+// all of them. What New took, Run gives back; without a Run, Close does.
+func New(cfg Config) (*Gateway, error) {
+	g, err := newGateway(cfg)
+	if err != nil {
+		return nil, fmt.Errorf("start gateway: %w", err)
+	}
+	return g, nil
+}
+
+func newGateway(cfg Config) (_ *Gateway, err error) {
+	if err := cfg.fill(); err != nil {
+		return nil, err
+	}
+	g := &Gateway{cfg: cfg, clients: make(map[tunnel.Fingerprint]Client)}
+	g.close = sync.OnceValue(g.release)
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, g.close())
+		}
+	}()
+	if g.state, err = OpenState(cfg.StateDir); err != nil {
+		return nil, err
+	}
+	g.state.Log = cfg.Log
+	g.server, err = tunnel.Listen(tunnel.ServerConfig{
+		Listen: cfg.Listen, Key: g.state.Key(), Authorize: g.authorize, Serve: g.serve,
+		Queues: cfg.Queues, MTU: cfg.MTU, Drops: &g.drops, Log: cfg.Log,
+	})
+	if err != nil {
+		return nil, err
+	}
+	pool4, pool6 := g.state.Pools()
+	mtu := cfg.MTU
+	if mtu == 0 {
+		mtu = maxMTU
+	}
+	g.egress, err = openEgress(egressConfig{
+		iface: cfg.Interface, stateDir: cfg.StateDir, queues: cfg.Queues, mtu: mtu,
+		pool4: pool4, pool6: pool6, drops: &g.drops, log: cfg.Log,
+	})
+	if err != nil {
+		return nil, err
+	}
+	var exits []exit
+	for _, q := range g.egress.dev.Queues() {
+		exits = append(exits, q)
+	}
+	g.router = newRouter(routerConfig{
+		pool4: pool4, pool6: pool6, exits: exits, exit6: g.egress.ipv6,
+		isHost: g.egress.isHost, admitted: g.state.Admitted, drops: &g.drops,
+	})
+	return g, nil
+}
+
+// Addr returns the UDP address that the gateway is bound to.
+func (g *Gateway) Addr() netip.AddrPort { return g.server.Addr() }
+
+// Close gives back what New took, if Run has not.
+func (g *Gateway) Close() error { return g.close() }
+
+func (g *Gateway) release() error {
+	var errs []error
+	if g.egress != nil {
+		errs = append(errs, g.egress.close())
+	}
+	if g.server != nil {
+		// A server that runs no longer lets go of its socket.
+		stopped, cancel := context.WithCancel(context.Background())
+		cancel()
+		errs = append(errs, g.server.Run(stopped))
+	}
+	if g.state != nil {
+		errs = append(errs, g.state.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// Run serves clients until ctx ends, and leaves the host as it was before New.
+// It returns nil if ctx ended it.
+func (g *Gateway) Run(ctx context.Context) error {
+	g.cfg.Log.Info("gateway is up", "listen", g.Addr(), "interface", g.cfg.Interface,
+		"pool4", g.egress.cfg.pool4, "pool6", g.egress.cfg.pool6, "ipv6", g.egress.ipv6)
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return g.server.Run(ctx) })
+	group.Go(func() error { return g.state.Watch(ctx, g.revoke) })
+	group.Go(func() error { return g.egress.keep(ctx) })
+	group.Go(func() error { return g.report(ctx) })
+	for i, q := range g.egress.dev.Queues() {
+		group.Go(func() error { return g.readKernel(ctx, i, q) })
+	}
+	group.Go(func() error {
+		<-ctx.Done()
+		return g.egress.dev.Close() // ends readKernel
+	})
+	err := group.Wait()
+	if err := errors.Join(err, g.close()); err != nil {
+		return fmt.Errorf("run gateway: %w", err)
+	}
+	return nil
+}
+
+// readKernel hands what one queue of the TUN device has to the router.
+func (g *Gateway) readKernel(ctx context.Context, queue int, q *tun.Queue) error {
+	pkts := make([]packet.Packet, batchSize)
+	for {
+		n, err := q.Read(pkts)
+		if ctx.Err() != nil && errors.Is(err, net.ErrClosed) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("read from interface %s: %w", g.cfg.Interface, err)
+		}
+		g.router.fromKernel(queue, pkts[:n])
+	}
+}
+
+// authorize answers a join.
+func (g *Gateway) authorize(_ context.Context, join tunnel.Join) (tunnel.Grant, error) {
+	c, err := g.state.Authorize(join, time.Now())
+	if err != nil {
+		return tunnel.Grant{}, err
+	}
+	g.mu.Lock()
+	g.clients[c.ID] = c
+	g.mu.Unlock()
+	g.egress.letThrough(c.Allow)
+	return g.grant(c), nil
+}
+
+func (g *Gateway) grant(c Client) tunnel.Grant {
+	pools := []netip.Prefix{g.router.cfg.pool4, g.router.cfg.pool6}
+	routes := []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
+	if len(c.Allow) > 0 {
+		routes = append(append([]netip.Prefix{}, c.Allow...), pools...)
+	}
+	return tunnel.Grant{
+		Network:   c.Network,
+		Addresses: []netip.Addr{c.Addr4, c.Addr6},
+		Routes:    routes,
+		Gateway:   []netip.Addr{g.router.own4, g.router.own6},
+		Peers:     pools,
+	}
+}
+
+// serve owns a session until it ends.
+func (g *Gateway) serve(_ context.Context, s *tunnel.Session) {
+	g.mu.Lock()
+	c := g.clients[s.Peer()]
+	g.mu.Unlock()
+	pol, err := newPolicy(c.Allow)
+	if err != nil {
+		g.cfg.Log.Error("a client's token is not usable", "client", c.Name, "key", c.ID, "error", err)
+		s.Close("the token's allowed prefixes are not usable")
+		return
+	}
+	p := g.router.attach(c, s, pol)
+	if p == nil {
+		s.Close("revoked")
+		return
+	}
+	defer g.router.detach(p)
+	log := g.cfg.Log.With("client", c.Name, "key", c.ID, "network", c.Network)
+	log.Info("client is here", "addresses", p.addrs(), "from", s.Remote())
+	err = s.Receive(p)
+	log.Info("client has left", "reason", err)
+}
+
+// revoke ends the sessions of clients that may no longer be here.
+func (g *Gateway) revoke(ids []tunnel.Fingerprint) {
+	g.router.detachRevoked(ids)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, id := range ids {
+		delete(g.clients, id)
+	}
+}
+
+// report logs sessions and drops when they have changed.
+func (g *Gateway) report(ctx context.Context) error {
+	tick := time.NewTicker(reportInterval)
+	defer tick.Stop()
+	sessions, drops := 0, map[string]uint64{}
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+		n, d := g.router.sessions(), g.drops.Snapshot()
+		if n != sessions || !maps.Equal(d, drops) {
+			g.cfg.Log.Info("traffic", "sessions", n, "drops", d)
+			sessions, drops = n, d
+		}
+	}
+}

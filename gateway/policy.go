@@ -7,14 +7,11 @@ import (
 	"go4.org/netipx"
 )
 
-// A policy says which destinations a client may reach, besides the gateway's own
-// addresses in the pools, which answer to everybody.
+// A policy says which destinations a client may reach beyond the pools: the
+// clients of its own network it always reaches, those of others never.
 //
-// Without an allow list a client reaches its own network and the public
-// internet. With one it reaches what the list holds and nothing else, other
-// clients of its network included.
-//
-// Two lists of special addresses bound both:
+// Without an allow list that is the public internet. With one it is what the
+// list holds, and nothing else. Two lists of special addresses bound both:
 //
 //   - closedNever is never reached, whatever the allow list says: addresses that
 //     mean the gateway's own machine or link, metadata services of clouds, and
@@ -27,13 +24,9 @@ import (
 //     opens no private address.
 //
 // Prefixes for documentation are ordinary addresses here.
-type policy struct {
-	// anyPeer opens all clients of the same network.
-	anyPeer bool
-	// open is compiled once a session: a lookup is a binary search, without
-	// allocation.
-	open *netipx.IPSet
-}
+//
+// It is compiled once a session; a lookup is a binary search without allocation.
+type policy struct{ open *netipx.IPSet }
 
 // closedPrivate is the address space of private networks.
 var closedPrivate = mustSet(
@@ -82,8 +75,7 @@ func mustSet(prefixes ...string) *netipx.IPSet {
 
 // newPolicy compiles a client's allow list.
 func newPolicy(allow []netip.Prefix) (*policy, error) {
-	p := &policy{anyPeer: len(allow) == 0}
-	if p.anyPeer {
+	if len(allow) == 0 {
 		allow = []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
 	}
 	var open netipx.IPSetBuilder
@@ -103,13 +95,8 @@ func newPolicy(allow []netip.Prefix) (*policy, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the allowed prefixes: %w", err)
 	}
-	p.open = set
-	return p, nil
+	return &policy{open: set}, nil
 }
 
-// allowsPeer reports whether the client may reach another client of its network
-// at dst.
-func (p *policy) allowsPeer(dst netip.Addr) bool { return p.anyPeer || p.open.Contains(dst) }
-
-// allows reports whether the client may reach dst beyond the pools.
+// allows reports whether the client may reach dst.
 func (p *policy) allows(dst netip.Addr) bool { return p.open.Contains(dst) }

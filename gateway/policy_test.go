@@ -33,9 +33,8 @@ func TestPolicy(t *testing.T) {
 	tests := []struct {
 		name, allow  string
 		open, closed string
-		peers        bool // every client of the network
 	}{
-		{name: "no list", open: public, closed: private4 + " " + private6 + " " + never, peers: true},
+		{name: "no list", open: public, closed: private4 + " " + private6 + " " + never},
 		{
 			name:   "everything does not open private space",
 			allow:  "0.0.0.0/0 ::/0",
@@ -95,9 +94,6 @@ func TestPolicy(t *testing.T) {
 					ip := netip.MustParseAddr(s)
 					if got := p.allows(ip); got != want {
 						t.Errorf("allows(%v) = %v, want %v", ip, got, want)
-					}
-					if got := p.allowsPeer(ip); got != (want || tt.peers) {
-						t.Errorf("allowsPeer(%v) = %v, want %v", ip, got, want || tt.peers)
 					}
 				}
 			}

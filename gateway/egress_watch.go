@@ -1,0 +1,226 @@
+package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// settle is how long changes of the host are let pile up before they are
+	// looked at: a new container or interface makes many.
+	settle = 50 * time.Millisecond
+	// recheck is for what the kernel tells nobody of, such as rules that
+	// another program flushed.
+	recheck = 5 * time.Second
+)
+
+// subscribe opens the socket on which the kernel tells of changes.
+func subscribe() (*nl.NetlinkSocket, error) {
+	s, err := nl.Subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR,
+		unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("watch the host's addresses: %w", err)
+	}
+	return s, nil
+}
+
+// keep looks after the host until ctx ends: its addresses, which clients may not
+// reach; the interfaces that have to forward; the firewall.
+func (e *egress) keep(ctx context.Context) error {
+	changed := make(chan struct{}, 1)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			_, _, err := e.watch.Receive()
+			// Lost messages are changes, too.
+			if err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {
+				return
+			}
+			select {
+			case changed <- struct{}{}:
+			default:
+			}
+		}
+	}()
+	defer func() {
+		e.watch.Close()
+		<-done
+	}()
+	tick := time.NewTicker(recheck)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-changed:
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-time.After(settle):
+			}
+		case <-tick.C:
+		}
+		e.refresh()
+	}
+}
+
+// letThrough sees to it that answers from the prefixes are forwarded.
+func (e *egress) letThrough(prefixes []netip.Prefix) {
+	e.mu.Lock()
+	grown := false
+	for _, p := range prefixes {
+		if _, known := e.allow[p]; !known {
+			e.allow[p] = struct{}{}
+			grown = true
+		}
+	}
+	e.mu.Unlock()
+	if grown {
+		e.refresh()
+	}
+}
+
+// refresh brings everything up to date. What fails is tried again at the next
+// occasion, and said once.
+func (e *egress) refresh() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	err := e.ns.do(e.refreshLocked)
+	if err == nil {
+		e.lastErr = ""
+	} else if text := err.Error(); text != e.lastErr {
+		e.lastErr = text
+		e.cfg.log.Warn("the way out may not be complete", "err", err)
+	}
+}
+
+func (e *egress) refreshLocked() error {
+	host, err := hostAddrs()
+	if err != nil {
+		return err
+	}
+	e.host.Store(&host)
+	ifaces, err := e.interfaces()
+	if err != nil {
+		return err
+	}
+	if err := e.ctl.planForwarding(e.cfg.iface, ifaces, e.ipv6, e.cfg.everyForward); err != nil {
+		return err
+	}
+	if err := e.ctl.save(); err != nil {
+		return err
+	}
+	// The firewall first, so that what forwards is bounded from the start.
+	if err := e.refreshFirewall(); err != nil {
+		return err
+	}
+	return e.ctl.apply()
+}
+
+func (e *egress) refreshFirewall() error {
+	open := e.ctl.forced()
+	if e.fw.rules > 0 {
+		intact, err := e.fw.intact()
+		if err != nil {
+			return fmt.Errorf("look at the firewall: %w", err)
+		}
+		if intact && open.equal(e.open) {
+			return nil
+		}
+		if !intact {
+			e.cfg.log.Warn("the firewall rules were changed by another program and are put back", "table", e.fw.table)
+		}
+	}
+	if err := e.fw.install(open); err != nil {
+		return fmt.Errorf("set up the firewall: %w", err)
+	}
+	e.open = open
+	return nil
+}
+
+// interfaces returns those by which answers to clients come: of the default
+// routes, and of the routes to what clients are allowed by name.
+func (e *egress) interfaces() ([]string, error) {
+	routes, err := hostRoutes()
+	if err != nil {
+		return nil, err
+	}
+	var indices []int
+	for _, r := range routes {
+		if !e.needs(r) {
+			continue
+		}
+		if len(r.MultiPath) == 0 {
+			indices = append(indices, r.LinkIndex)
+		}
+		for _, hop := range r.MultiPath {
+			indices = append(indices, hop.LinkIndex)
+		}
+	}
+	slices.Sort(indices)
+	var names []string
+	for _, i := range slices.Compact(indices) {
+		link, err := netlink.LinkByIndex(i)
+		if err != nil {
+			continue // gone since
+		}
+		if name := link.Attrs().Name; name != e.cfg.iface && name != "lo" {
+			names = append(names, name)
+		}
+	}
+	return names, nil
+}
+
+func (e *egress) needs(r netlink.Route) bool {
+	dst, ok := prefixOf(r.Dst)
+	if !ok || dst.Bits() <= 1 {
+		return true
+	}
+	for p := range e.allow {
+		if p.Overlaps(dst) {
+			return true
+		}
+	}
+	return false
+}
+
+// isHost reports whether an address is one of the gateway's host.
+func (e *egress) isHost(ip netip.Addr) bool {
+	_, is := (*e.host.Load())[ip]
+	return is
+}
+
+// hostAddrs returns the addresses of the host.
+func hostAddrs() (map[netip.Addr]struct{}, error) {
+	addrs, err := listDump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
+	if err != nil {
+		return nil, fmt.Errorf("list the host's addresses: %w", err)
+	}
+	host := make(map[netip.Addr]struct{}, len(addrs))
+	for _, a := range addrs {
+		if p, ok := prefixOf(a.IPNet); ok {
+			host[p.Addr()] = struct{}{}
+		}
+		// The far end of a point-to-point link is not the host.
+	}
+	return host, nil
+}
+
+// listDump repeats a listing that a change has interrupted, a few times.
+func listDump[T any](list func() ([]T, error)) (all []T, err error) {
+	for range 5 {
+		if all, err = list(); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			return all, err
+		}
+	}
+	return all, nil // of this moment or the last: the next change is told of
+}

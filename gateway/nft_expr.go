@@ -1,0 +1,110 @@
+package gateway
+
+import (
+	"net/netip"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/binaryutil"
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+)
+
+// The parts that rules are made of. All compare in register 1.
+
+func rule(parts ...[]expr.Any) []expr.Any {
+	var r []expr.Any
+	for _, p := range parts {
+		r = append(r, p...)
+	}
+	return r
+}
+
+func accept() []expr.Any { return []expr.Any{&expr.Verdict{Kind: expr.VerdictAccept}} }
+func drop() []expr.Any   { return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}} }
+
+func in(iface string) []expr.Any  { return meta(expr.MetaKeyIIFNAME, expr.CmpOpEq, ifname(iface)) }
+func out(iface string) []expr.Any { return meta(expr.MetaKeyOIFNAME, expr.CmpOpEq, ifname(iface)) }
+func notOut(iface string) []expr.Any {
+	return meta(expr.MetaKeyOIFNAME, expr.CmpOpNeq, ifname(iface))
+}
+
+// ipVersion matches the IP version, NFPROTO_IPV4 or NFPROTO_IPV6.
+func ipVersion(proto byte) []expr.Any {
+	return meta(expr.MetaKeyNFPROTO, expr.CmpOpEq, []byte{proto})
+}
+
+func meta(key expr.MetaKey, op expr.CmpOp, data []byte) []expr.Any {
+	return []expr.Any{
+		&expr.Meta{Key: key, Register: 1},
+		&expr.Cmp{Op: op, Register: 1, Data: data},
+	}
+}
+
+// ifname pads an interface name to the kernel's field, so that the whole name is
+// compared.
+func ifname(name string) []byte {
+	b := make([]byte, unix.IFNAMSIZ)
+	copy(b, name)
+	return b
+}
+
+// icmpType matches a type of IPPROTO_ICMP or IPPROTO_ICMPV6.
+func icmpType(proto, kind byte) []expr.Any {
+	return rule(
+		meta(expr.MetaKeyL4PROTO, expr.CmpOpEq, []byte{proto}),
+		[]expr.Any{
+			&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 1},
+			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{kind}},
+		})
+}
+
+// source matches a source address within a prefix.
+func source(p netip.Prefix) []expr.Any {
+	proto, offset, size := byte(unix.NFPROTO_IPV4), uint32(12), uint32(4)
+	if p.Addr().Is6() {
+		proto, offset, size = unix.NFPROTO_IPV6, 8, 16
+	}
+	mask := make([]byte, size)
+	for i := range p.Bits() {
+		mask[i/8] |= 0x80 >> (i % 8)
+	}
+	return rule(ipVersion(proto), []expr.Any{
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: size},
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: size, Mask: mask, Xor: make([]byte, size)},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: p.Masked().Addr().AsSlice()},
+	})
+}
+
+// connState matches any of the connection tracker's states.
+func connState(bits uint32) []expr.Any {
+	return []expr.Any{
+		&expr.Ct{Key: expr.CtKeySTATE, Register: 1},
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4,
+			Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: binaryutil.NativeEndian.PutUint32(0)},
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: binaryutil.NativeEndian.PutUint32(0)},
+	}
+}
+
+// acceptsInterface reports whether a rule that is somebody else's accepts what
+// comes in or goes out by an interface.
+func acceptsInterface(r *nftables.Rule, iface string) bool {
+	named, accepts := false, false
+	for _, e := range r.Exprs {
+		switch e := e.(type) {
+		case *expr.Cmp:
+			named = named || e.Op == expr.CmpOpEq && trimNUL(e.Data) == iface
+		case *expr.Verdict:
+			accepts = accepts || e.Kind == expr.VerdictAccept
+		}
+	}
+	return named && accepts
+}
+
+func trimNUL(b []byte) string {
+	for i, c := range b {
+		if c == 0 {
+			return string(b[:i])
+		}
+	}
+	return string(b)
+}

@@ -1,0 +1,195 @@
+package gateway
+
+import (
+	"net/netip"
+
+	"github.com/quicvpn/quicvpn/internal/packet"
+	"github.com/quicvpn/quicvpn/tunnel"
+)
+
+// From a client:
+//
+//  1. WritePackets takes a batch from the session.
+//  2. route decides about each packet, and answers the ones that go nowhere.
+//  3. pass hands on runs of packets with the same way.
+//
+// From the internet:
+//
+//  4. fromKernel takes a batch from the TUN device and hands runs of packets to
+//     the sessions that own their destinations.
+//
+// Nothing here allocates for a packet that is passed on.
+
+// A way is where packets go.
+type way struct {
+	kind wayKind
+	peer *port // of wayPeer
+}
+
+type wayKind uint8
+
+const (
+	wayNowhere wayKind = iota // dropped and counted
+	wayOut                    // to the TUN device
+	wayPeer                   // to another client of the network
+	wayBack                   // the packet was made into an answer
+	wayRefused                // answered by an ICMP error
+	wayOwn                    // to the gateway itself
+	wayNobody                 // an address of the pools that has no client here
+)
+
+// A memo remembers the way to the destination before: a batch is of few flows.
+type memo struct {
+	dst netip.Addr
+	way way
+}
+
+// WritePackets takes what the client sends.
+func (p *port) WritePackets(queue int, pkts []packet.Packet) {
+	if p.gone.Load() {
+		p.router.cfg.drops.Add(packet.DropClosed, len(pkts))
+		return
+	}
+	var last memo
+	var run way
+	start := 0
+	for i := range pkts {
+		w := p.route(queue, &pkts[i], &last)
+		if w != run {
+			p.pass(queue, pkts[start:i], run)
+			start, run = i, w
+		}
+	}
+	p.pass(queue, pkts[start:], run)
+}
+
+// route decides where a packet goes.
+func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
+	r := p.router
+	h, err := packet.Parse(pkt.Data)
+	if err == nil {
+		err = pkt.Check(h)
+	}
+	if err != nil {
+		r.cfg.drops.Add(packet.DropMalformed, 1)
+		return way{}
+	}
+	if h.Src != p.client.Addr4 && h.Src != p.client.Addr6 {
+		r.cfg.drops.Add(packet.DropSource, 1)
+		return way{}
+	}
+	if h.Dst != last.dst {
+		*last = memo{h.Dst, p.find(h.Dst)}
+	}
+	switch w := last.way; w.kind {
+	case wayOut:
+		return w
+	case wayPeer:
+		if !packet.DecrementHopLimit(pkt.Data) {
+			r.cfg.drops.Add(packet.DropHopLimit, 1)
+			p.answerTimeExceeded(queue, pkt.Data)
+			return way{}
+		}
+		return w
+	case wayOwn:
+		if answerEcho(pkt.Data, &h) {
+			return way{kind: wayBack}
+		}
+		r.cfg.drops.Add(packet.DropDestination, 1)
+		p.answerUnreachable(queue, pkt.Data, packet.AdminProhibited)
+	case wayNobody:
+		r.cfg.drops.Add(packet.DropNoSession, 1)
+		p.answerUnreachable(queue, pkt.Data, packet.HostUnreachable)
+	default:
+		r.cfg.drops.Add(packet.DropDestination, 1)
+		p.answerUnreachable(queue, pkt.Data, packet.AdminProhibited)
+	}
+	return way{}
+}
+
+// find returns the way to an address.
+func (p *port) find(dst netip.Addr) way {
+	r := p.router
+	switch {
+	case dst == r.own4 || dst == r.own6:
+		return way{kind: wayOwn}
+	case r.cfg.pool4.Contains(dst) || r.cfg.pool6.Contains(dst):
+		// A client of another network looks like one that is not there.
+		if peer := r.lookup(dst); peer != nil && peer.client.Network == p.client.Network {
+			return way{kind: wayPeer, peer: peer}
+		}
+		return way{kind: wayNobody}
+	case p.policy.allows(dst) && !r.cfg.isHost(dst) && (r.cfg.exit6 || dst.Is4()):
+		return way{kind: wayOut}
+	}
+	return way{kind: wayRefused}
+}
+
+// pass hands on a run of packets.
+func (p *port) pass(queue int, pkts []packet.Packet, w way) {
+	if len(pkts) == 0 {
+		return
+	}
+	switch w.kind {
+	case wayOut:
+		p.router.writeOut(queue, pkts)
+	case wayPeer:
+		w.peer.session.Send(queue, pkts, &p.errors)
+	case wayBack:
+		p.session.Send(queue, pkts, nil)
+	}
+}
+
+// writeOut writes to the TUN device.
+func (r *router) writeOut(queue int, pkts []packet.Packet) {
+	// What is lost the device counts, and one that is gone ends its readers.
+	_ = r.cfg.exits[uint(queue)%uint(len(r.cfg.exits))].Write(pkts)
+}
+
+// fromKernel takes what a queue of the TUN device has.
+func (r *router) fromKernel(queue int, pkts []packet.Packet) {
+	var last netip.Addr
+	var to, run *port
+	start := 0
+	for i := range pkts {
+		h, err := packet.Parse(pkts[i].Data)
+		switch {
+		case err != nil:
+			r.cfg.drops.Add(packet.DropMalformed, 1)
+			to, last = nil, netip.Addr{}
+		case h.Dst != last:
+			to, last = r.lookup(h.Dst), h.Dst
+			fallthrough
+		default:
+			if to == nil {
+				r.cfg.drops.Add(packet.DropNoSession, 1)
+			}
+		}
+		if to != run {
+			r.sendTo(run, queue, pkts[start:i])
+			start, run = i, to
+		}
+	}
+	r.sendTo(run, queue, pkts[start:])
+}
+
+func (r *router) sendTo(p *port, queue int, pkts []packet.Packet) {
+	if p != nil && len(pkts) > 0 {
+		p.session.Send(queue, pkts, &r.toKernel)
+	}
+}
+
+// A kernelSink takes the ICMP errors about packets from the internet. They leave
+// as the answers that they are: the connection tracker knows the connection.
+type kernelSink struct{ router *router }
+
+func (s *kernelSink) WritePackets(queue int, pkts []packet.Packet) { s.router.writeOut(queue, pkts) }
+
+// An errorSink takes the ICMP errors about packets from one client to another.
+type errorSink struct{ port *port }
+
+func (s *errorSink) WritePackets(queue int, pkts []packet.Packet) {
+	s.port.session.Send(queue, pkts, nil)
+}
+
+var _ tunnel.Sink = (*port)(nil)
