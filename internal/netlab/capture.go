@@ -17,9 +17,9 @@ import (
 // only counts them, so that it costs a busy tunnel next to nothing.
 type Capture struct {
 	iface   *Iface
-	onLink  []netip.Prefix
-	tunnels int // socket that takes the tunnel's packets, never read
-	others  int // socket that takes all the rest
+	onLink  []netip.Prefix // the interface's addresses
+	tunnels int            // socket that takes the tunnel's packets, never read
+	others  int            // socket that takes all the rest
 
 	mu    sync.Mutex // guards seen
 	seen  Traffic
@@ -67,7 +67,7 @@ func (t Traffic) Leak() string {
 // tunnel's packets are those of UDP to or from the given ends.
 func (i *Iface) Capture(tunnel ...netip.AddrPort) *Capture {
 	i.NS.lab.tb.Helper()
-	c := &Capture{iface: i, onLink: i.Prefixes()}
+	c := &Capture{iface: i, onLink: i.Addresses()}
 	i.NS.must("capture "+i.Name, func() (err error) {
 		if c.tunnels, err = packetSocket(i.Index, tunnelFilter(tunnel, 1, 0), 1); err != nil {
 			return err

@@ -159,8 +159,8 @@ func (i *Iface) SetRate(bits uint64) {
 	}))
 }
 
-// Prefixes returns what is on the interface's link, by its addresses.
-func (i *Iface) Prefixes() []netip.Prefix {
+// Addresses returns the interface's addresses with their prefix lengths.
+func (i *Iface) Addresses() []netip.Prefix {
 	i.NS.lab.tb.Helper()
 	addrs, err := i.NS.nl.AddrList(i.link(), netlink.FAMILY_ALL)
 	i.check("list addresses", err)
@@ -168,7 +168,7 @@ func (i *Iface) Prefixes() []netip.Prefix {
 	for _, a := range addrs {
 		ip, _ := netip.AddrFromSlice(a.IP)
 		ones, _ := a.Mask.Size()
-		ps = append(ps, netip.PrefixFrom(ip.Unmap(), ones).Masked())
+		ps = append(ps, netip.PrefixFrom(ip.Unmap(), ones))
 	}
 	return ps
 }

@@ -234,6 +234,17 @@ func (n *NS) Hide(dir string) {
 	n.must("hide "+dir, func() error { return unix.Mount("none", dir, "tmpfs", 0, "size=4k") })
 }
 
+// ReadOnly lets nobody write to what is in a directory, in this namespace only.
+func (n *NS) ReadOnly(dir string) {
+	n.lab.tb.Helper()
+	n.must("make read-only "+dir, func() error {
+		if err := unix.Mount(dir, dir, "", unix.MS_BIND, ""); err != nil {
+			return err
+		}
+		return unix.Mount("", dir, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, "")
+	})
+}
+
 // Nft runs nft with the given ruleset in the namespace.
 func (n *NS) Nft(ruleset string) {
 	n.lab.tb.Helper()
