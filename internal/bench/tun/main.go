@@ -1,0 +1,106 @@
+// Command tun measures packets that go from one TUN device to another through
+// this program, ours beside what else there is, in rounds that alternate between
+// them. It prints a Markdown table. Absolute figures are this machine's; the
+// ratios are what is to be read. QUICK=1 in the environment does with two short
+// rounds, in under 50 seconds.
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+
+	"github.com/quicvpn/quicvpn/internal/netlab"
+)
+
+const (
+	mtu       = 1400
+	iperfPort = 5201
+)
+
+// flowCounts are the columns.
+var flowCounts = []int{1, 4, 16}
+
+// A cell names a figure of the table.
+type cell struct {
+	rig   string
+	flows int
+}
+
+// A sample is one run of iperf3.
+type sample struct {
+	gbits float64 // a second
+	nsKB  float64 // CPU of this process for a KiB moved
+}
+
+func main() {
+	quick := os.Getenv("QUICK") != ""
+	rounds, seconds := 5, 3
+	if quick {
+		rounds, seconds = 2, 1
+	}
+	flag.IntVar(&rounds, "rounds", rounds, "rounds to take the medians of")
+	flag.IntVar(&seconds, "seconds", seconds, "how long a run takes")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	err := netlab.Main(ctx, "bench-tun", func(ctx context.Context, tb netlab.TB) {
+		samples := measure(ctx, tb, rounds, time.Duration(seconds)*time.Second)
+		report(os.Stdout, samples)
+		fmt.Printf("\nTCP, MTU %d, medians of %d rounds of %d s, interleaved.\n", mtu, rounds, seconds)
+	})
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "bench-tun:", err)
+		os.Exit(1)
+	}
+}
+
+func measure(ctx context.Context, tb netlab.TB, rounds int, d time.Duration) map[cell][]sample {
+	var rigs []*rig
+	for _, r := range builders {
+		rigs = append(rigs, r.build(ctx, tb, r.name))
+	}
+	samples := make(map[cell][]sample)
+	for round := range rounds {
+		for _, flows := range flowCounts {
+			for i := range rigs {
+				r := rigs[(i+round)%len(rigs)] // nobody is always first
+				s, err := r.run(ctx, flows, d)
+				if err != nil {
+					tb.Fatalf("%s, %d flows: %v", r.name, flows, err)
+				}
+				c := cell{r.name, flows}
+				samples[c] = append(samples[c], s)
+			}
+		}
+		fmt.Fprintf(os.Stderr, "round %d of %d\n", round+1, rounds)
+	}
+	return samples
+}
+
+// run moves data from the rig's client to its server.
+func (r *rig) run(ctx context.Context, flows int, d time.Duration) (sample, error) {
+	before := cpuTime()
+	res, err := r.client.Iperf(ctx, netlab.Iperf{
+		Server: netip.AddrPortFrom(serverAddr, iperfPort), Flows: flows, Duration: d,
+	})
+	if err != nil {
+		return sample{}, err
+	}
+	cpu := cpuTime() - before
+	return sample{gbits: res.Bits / 1e9, nsKB: float64(cpu.Nanoseconds()) / (res.Bytes / 1024)}, nil
+}
+
+// cpuTime is what this process has used.
+func cpuTime() time.Duration {
+	var u syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
+		panic(err) // it fails for bad arguments only
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}

@@ -1,0 +1,68 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"slices"
+)
+
+func median(s []sample, get func(sample) float64) float64 {
+	var v []float64
+	for _, x := range s {
+		v = append(v, get(x))
+	}
+	slices.Sort(v)
+	return (v[(len(v)-1)/2] + v[len(v)/2]) / 2
+}
+
+func count(flows int) string {
+	if flows == 1 {
+		return "1 flow"
+	}
+	return fmt.Sprintf("%d flows", flows)
+}
+
+// report prints the figures, and the ratios that are to be read.
+func report(w io.Writer, samples map[cell][]sample) {
+	gbits := func(rig string, flows int) float64 {
+		return median(samples[cell{rig, flows}], func(s sample) float64 { return s.gbits })
+	}
+	fmt.Fprint(w, "| Gbit/s |")
+	for _, n := range flowCounts {
+		fmt.Fprintf(w, " %s |", count(n))
+	}
+	fmt.Fprint(w, " CPU of the copier, ns/KiB, 4 flows |\n| --- |")
+	for range len(flowCounts) + 1 {
+		fmt.Fprint(w, " --- |")
+	}
+	fmt.Fprintln(w)
+	for _, b := range builders {
+		fmt.Fprintf(w, "| %s |", b.name)
+		for _, n := range flowCounts {
+			fmt.Fprintf(w, " %.2f |", gbits(b.name, n))
+		}
+		if b.name == bridge {
+			fmt.Fprintln(w, " |")
+			continue
+		}
+		fmt.Fprintf(w, " %.0f |\n", median(samples[cell{b.name, 4}], func(s sample) float64 { return s.nsKB }))
+	}
+	fmt.Fprint(w, "\n| ratio |")
+	for _, n := range flowCounts {
+		fmt.Fprintf(w, " %s |", count(n))
+	}
+	fmt.Fprint(w, "\n| --- |")
+	for range flowCounts {
+		fmt.Fprint(w, " --- |")
+	}
+	fmt.Fprintln(w)
+	for _, r := range [][2]string{
+		{whole, plain}, {cut, plain}, {whole, wireguard}, {cut, wireguard}, {whole, bridge}, {cut, bridge},
+	} {
+		fmt.Fprintf(w, "| %s / %s |", r[0], r[1])
+		for _, n := range flowCounts {
+			fmt.Fprintf(w, " %.2f |", gbits(r[0], n)/gbits(r[1], n))
+		}
+		fmt.Fprintln(w)
+	}
+}
