@@ -19,26 +19,21 @@ const (
 // attach opens one more queue of the device, makes the device with the first
 // one, and fills in the name that the kernel chose.
 func attach(d *Device) (*os.File, error) {
-	f, err := openFile()
+	fd, err := unix.Open(clone, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
-		return nil, err
+		return nil, openError(err)
 	}
 	ifr, err := unix.NewIfreq(d.name)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("tun: Name %q: %w", d.name, err), f.Close())
+		return nil, errors.Join(fmt.Errorf("tun: Name %q: %w", d.name, err), unix.Close(fd))
 	}
 	ifr.SetUint16(attachFlags)
-	err = control(f, func(fd int) error {
-		if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, ifr); err != nil {
-			return attachError(d.name, len(d.queues), err)
-		}
-		return nil
-	})
-	if err != nil {
-		return nil, errors.Join(err, f.Close())
+	if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, ifr); err != nil {
+		return nil, errors.Join(attachError(d.name, len(d.queues), err), unix.Close(fd))
 	}
 	d.name = ifr.Name()
-	return f, nil
+	// Not before: the runtime's poller takes what is not yet attached for broken.
+	return os.NewFile(uintptr(fd), clone), nil
 }
 
 // control runs f with the descriptor, which stays open until it returns.

@@ -2,6 +2,7 @@ package tun
 
 import (
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"sync"
@@ -73,15 +74,20 @@ func (q *Queue) Read(pkts []packet.Packet) (int, error) {
 
 // ioError makes one error of the runtime's and of the system call's.
 func (d *Device) ioError(runtime, call error) error {
-	switch {
-	case d.closed.Load() && (runtime != nil || call != nil):
-		return net.ErrClosed
-	case runtime != nil:
-		return runtime
-	case errors.Is(call, unix.EBADFD):
-		return d.errGone(call)
+	err := runtime
+	if err == nil {
+		err = call
 	}
-	return call
+	switch {
+	case err == nil:
+		return nil
+	case d.closed.Load():
+		return net.ErrClosed
+	case runtime != nil || errors.Is(call, unix.EBADFD):
+		// The poller reports nothing but an error on it.
+		return fmt.Errorf("tun: the link %s was deleted: open it anew: %w", d.name, err)
+	}
+	return fmt.Errorf("tun: %s: %w", d.name, err)
 }
 
 // drainAll reads until the queue is empty, and reports false where it was empty

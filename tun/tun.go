@@ -8,7 +8,6 @@ package tun
 import (
 	"errors"
 	"fmt"
-	"os"
 	"runtime"
 	"strings"
 	"sync"
@@ -243,18 +242,4 @@ func (d *Device) Close() error {
 		d.closeErr = errors.Join(errs...)
 	})
 	return d.closeErr
-}
-
-// errGone tells what the kernel's "file descriptor in bad state" means.
-func (d *Device) errGone(err error) error {
-	return fmt.Errorf("tun: the link %s was deleted: open it anew: %w", d.name, err)
-}
-
-// openFile opens the clone device.
-func openFile() (*os.File, error) {
-	fd, err := unix.Open(clone, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
-	if err != nil {
-		return nil, openError(err)
-	}
-	return os.NewFile(uintptr(fd), clone), nil
 }
