@@ -4,16 +4,25 @@ import (
 	"context"
 	"crypto/ed25519"
 	"errors"
+	"fmt"
+	"io"
 	"log/slog"
+	"net"
+	"net/http"
 	"net/netip"
+	"strings"
+	"sync"
 	"time"
+
+	"github.com/quic-go/quic-go"
+	"github.com/quic-go/quic-go/http3"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
 
 // A Dialer opens sessions to one gateway.
 type Dialer struct {
-	// Key is the client's identity.
+	// Key is the client's identity. Required.
 	Key ed25519.PrivateKey
 	// Pin is the fingerprint of the gateway's key. Required.
 	Pin Fingerprint
@@ -32,9 +41,304 @@ type Dialer struct {
 	Log *slog.Logger
 	// Now is the clock for certificates; nil is time.Now.
 	Now func() time.Time
+
+	mu   sync.Mutex
+	mtus map[netip.Addr]int // what paths were seen to carry, by gateway
 }
 
-// Dial opens a session and returns it with its grant.
+// fallbackDelay is how long a handshake waits for an answer before smaller
+// packets are tried beside it.
+const fallbackDelay = time.Second
+
+// Dial opens a session and returns it with its grant. A handshake that gets no
+// answer is tried beside with smaller packets, for paths that drop large ones
+// silently.
 func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, error) {
-	return nil, errors.ErrUnsupported
+	attempts, cancel := context.WithCancel(ctx)
+	type result struct {
+		s   *Session
+		err error
+	}
+	results := make(chan result)
+	pending := 0
+	defer func() {
+		cancel()
+		for range pending {
+			if r := <-results; r.s != nil {
+				r.s.Close("another attempt was quicker")
+			}
+		}
+	}()
+	smaller := make(chan int, 1) // the path's MTU, when the socket learns it
+	size := d.startSize(gateway.Addr())
+	try := func() {
+		pending++
+		go func() {
+			s, err := d.dial(attempts, gateway, size, smaller)
+			results <- result{s, err}
+		}()
+	}
+	try()
+	fallback := time.NewTicker(fallbackDelay)
+	defer fallback.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("no answer from gateway %v: %w", gateway, context.Cause(ctx))
+		case r := <-results:
+			pending--
+			if r.err == nil || pending == 0 || !isTimeout(r.err) {
+				return r.s, r.err
+			}
+		case mtu := <-smaller:
+			d.learn(gateway.Addr(), mtu)
+			if fits := packetSize(gateway.Addr(), mtu); fits < size && fits >= minPacketSize {
+				size = fits
+				try()
+			}
+		case <-fallback.C:
+			if next := nextSize(size); next != 0 {
+				size = next
+				try()
+			}
+		}
+	}
+}
+
+// startSize is the first packet size for a path: what it was seen to carry.
+func (d *Dialer) startSize(gateway netip.Addr) int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if mtu, ok := d.mtus[gateway]; ok {
+		return min(max(packetSize(gateway, mtu), minPacketSize), firstPacketSize)
+	}
+	return firstPacketSize
+}
+
+func (d *Dialer) learn(gateway netip.Addr, mtu int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.mtus == nil {
+		d.mtus = make(map[netip.Addr]int)
+	}
+	d.mtus[gateway] = mtu
+}
+
+func nextSize(size int) int {
+	for _, s := range fallbackSizes {
+		if s < size {
+			return s
+		}
+	}
+	return 0
+}
+
+// isTimeout reports an attempt that nobody answered, which smaller packets or
+// another address may cure.
+func isTimeout(err error) bool {
+	var t net.Error
+	return errors.As(err, &t) && t.Timeout()
+}
+
+// dial makes one attempt with packets of one size on a socket of its own.
+func (d *Dialer) dial(ctx context.Context, gateway netip.AddrPort, size int, smaller chan<- int) (_ *Session, err error) {
+	now := d.Now
+	if now == nil {
+		now = time.Now
+	}
+	tlsConf, err := clientTLS(d.Key, d.Pin, now)
+	if err != nil {
+		return nil, err
+	}
+	var live liveSession
+	sock, err := listenUDP(socketConfig{
+		Listen: netip.AddrPortFrom(unspecified(gateway.Addr()), 0),
+		Mark:   d.Mark,
+		OnTooBig: func(_ netip.AddrPort, mtu int) {
+			if mtu == 0 {
+				return
+			}
+			select {
+			case smaller <- mtu:
+			default:
+			}
+			if s := live.get(); s != nil {
+				d.learn(gateway.Addr(), mtu)
+				go s.onTooBig(mtu)
+			}
+		},
+	})
+	if err != nil {
+		return nil, err
+	}
+	transport := &quic.Transport{Conn: sock}
+	release := func() {
+		transport.Close()
+		sock.Close()
+	}
+	defer func() {
+		if err != nil {
+			release()
+		}
+	}()
+	conn, err := transport.Dial(ctx, net.UDPAddrFromAddrPort(gateway), tlsConf, quicConfig(size))
+	if err != nil {
+		return nil, fmt.Errorf("connect to gateway %v: %w", gateway, handshakeError(err))
+	}
+	s, err := d.connectIP(ctx, conn, release)
+	if err != nil {
+		conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "")
+		return nil, err
+	}
+	live.set(s)
+	return s, nil
+}
+
+// handshakeError looks for the reason that the certificate check gave.
+func handshakeError(err error) error {
+	for _, known := range []error{ErrPin, ErrNotYetValid, ErrExpired} {
+		if errors.Is(err, known) || strings.Contains(err.Error(), known.Error()) {
+			return known
+		}
+	}
+	return err
+}
+
+// connectIP asks for a tunnel (RFC 9484, section 4) and waits for the grant.
+func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func()) (*Session, error) {
+	own := isOwn(conn)
+	transport := &http3.Transport{EnableDatagrams: !own}
+	if own {
+		transport.AdditionalSettings = map[uint64]uint64{settingOwn: settingOwnVersion}
+	}
+	client := transport.NewRawClientConn(conn)
+	incoming := make(chan *quic.ReceiveStream, 1)
+	go acceptUniStreams(conn, own, incoming, client.HandleUnidirectionalStream)
+
+	// Extended CONNECT waits for the peer's settings (RFC 9220, section 3).
+	select {
+	case <-client.ReceivedSettings():
+	case <-ctx.Done():
+		return nil, fmt.Errorf("wait for the gateway's settings: %w", context.Cause(ctx))
+	case <-conn.Context().Done():
+		return nil, fmt.Errorf("wait for the gateway's settings: %w", context.Cause(conn.Context()))
+	}
+	if v := client.Settings().Other[settingOwn]; own && v != settingOwnVersion {
+		return nil, fmt.Errorf("the gateway speaks version %d of the quicvpn framing, this client version %d: install the same release on both", v, settingOwnVersion)
+	}
+	stream, err := client.OpenRequestStream(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("open a request: %w", err)
+	}
+	request, err := http.NewRequestWithContext(ctx, http.MethodConnect, "https://"+serverName+pathConnectIP, nil)
+	if err != nil {
+		return nil, err
+	}
+	request.Proto = protoConnectIP
+	request.Header.Set(http3.CapsuleProtocolHeader, "?1")
+	if d.Secret != "" {
+		request.Header.Set("Authorization", "Bearer "+d.Secret)
+	}
+	// What follows reads from a stream, which knows no contexts.
+	stop := context.AfterFunc(ctx, func() { stream.SetDeadline(time.Unix(1, 0)) })
+	grant, err := requestGrant(stream, request, own)
+	if !stop() || err != nil {
+		if err == nil || ctx.Err() != nil {
+			err = fmt.Errorf("ask for a tunnel: %w", context.Cause(ctx))
+		}
+		return nil, err
+	}
+	return newSession(sessionConfig{
+		conn: conn, control: &control{requestStream: stream}, grant: grant, queues: d.Queues, maxMTU: d.MTU,
+		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: release, client: true,
+	}), nil
+}
+
+// requestGrant sends the request and reads the answer up to the first addresses and
+// routes.
+func requestGrant(stream *http3.RequestStream, request *http.Request, own bool) (Grant, error) {
+	if err := stream.SendRequestHeader(request); err != nil {
+		return Grant{}, fmt.Errorf("ask for a tunnel: %w", err)
+	}
+	response, err := stream.ReadResponse()
+	if err != nil {
+		return Grant{}, fmt.Errorf("ask for a tunnel: %w", err)
+	}
+	if response.StatusCode < 200 || response.StatusCode > 299 {
+		text, _ := io.ReadAll(io.LimitReader(response.Body, 1<<10))
+		return Grant{}, &RefusedError{
+			Status: response.StatusCode,
+			Code:   printable(response.Header.Get(headerError)),
+			Text:   printable(strings.TrimSpace(string(text))),
+		}
+	}
+	grant, err := grantFromHeader(response.Header)
+	if err != nil {
+		return Grant{}, fmt.Errorf("the gateway's answer: %w", err)
+	}
+	if err := readGrant(stream, &grant); err != nil {
+		return Grant{}, fmt.Errorf("wait for addresses and routes: %w", err)
+	}
+	return grant, nil
+}
+
+// acceptUniStreams sorts the streams that the peer opens: ours to incoming, the
+// others to HTTP/3.
+func acceptUniStreams(conn *quic.Conn, own bool, incoming chan<- *quic.ReceiveStream, http3 func(*quic.ReceiveStream)) {
+	ctx := conn.Context()
+	for {
+		stream, err := conn.AcceptUniStream(ctx)
+		if err != nil {
+			return
+		}
+		go func() {
+			if !own || peekType(stream) != streamTypeSuper {
+				http3(stream)
+				return
+			}
+			select {
+			case incoming <- stream:
+			case <-ctx.Done():
+			}
+		}()
+	}
+}
+
+// liveSession is where a socket's callback finds the session that came of it.
+type liveSession struct {
+	mu sync.Mutex
+	s  *Session
+}
+
+func (l *liveSession) get() *Session {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.s
+}
+
+func (l *liveSession) set(s *Session) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.s = s
+}
+
+func unspecified(like netip.Addr) netip.Addr {
+	if like.Unmap().Is4() {
+		return netip.IPv4Unspecified()
+	}
+	return netip.IPv6Unspecified()
+}
+
+func orNew(d *packet.Drops) *packet.Drops {
+	if d == nil {
+		return new(packet.Drops)
+	}
+	return d
+}
+
+func orDiscard(l *slog.Logger) *slog.Logger {
+	if l == nil {
+		return slog.New(slog.DiscardHandler)
+	}
+	return l
 }

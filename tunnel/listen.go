@@ -4,9 +4,20 @@ import (
 	"context"
 	"crypto/ed25519"
 	"errors"
+	"fmt"
 	"log/slog"
+	"net"
+	"net/http"
 	"net/netip"
+	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
+
+	"github.com/quic-go/quic-go"
+	"github.com/quic-go/quic-go/http3"
+	"golang.org/x/net/ipv4"
+	"golang.org/x/time/rate"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
@@ -47,13 +58,254 @@ type ServerConfig struct {
 }
 
 // A Server accepts sessions on one UDP socket.
-type Server struct{}
+type Server struct {
+	cfg       ServerConfig
+	sock      *socket
+	transport *quic.Transport
+	listener  *quic.Listener
+	sizes     initialSizes
+
+	mu       sync.Mutex
+	sessions map[netip.AddrPort]*Session // by remote address, for the socket's news
+}
+
+const (
+	// joinTimeout is how long a connection may live without a session.
+	joinTimeout = 10 * time.Second
+
+	// Above so many new connections a second, clients first prove that their
+	// address is theirs (RFC 9000, section 8.1.2).
+	unverifiedRate  = 100
+	unverifiedBurst = 200
+)
 
 // Listen binds the socket, so that a port in use is an error here.
-func Listen(cfg ServerConfig) (*Server, error) { return nil, errors.ErrUnsupported }
+func Listen(cfg ServerConfig) (*Server, error) {
+	if cfg.Now == nil {
+		cfg.Now = time.Now
+	}
+	cfg.Log = orDiscard(cfg.Log)
+	cfg.Drops = orNew(cfg.Drops)
+	reset, token, err := resetKeys(cfg.Key)
+	if err != nil {
+		return nil, err
+	}
+	s := &Server{cfg: cfg, sessions: make(map[netip.AddrPort]*Session)}
+	s.sock, err = listenUDP(socketConfig{Listen: cfg.Listen, OnTooBig: s.onTooBig})
+	if err != nil {
+		return nil, err
+	}
+	limit := rate.NewLimiter(unverifiedRate, unverifiedBurst)
+	s.transport = &quic.Transport{
+		Conn: sizingSocket{s.sock, &s.sizes}, StatelessResetKey: &reset, TokenGeneratorKey: &token,
+		VerifySourceAddress: func(net.Addr) bool { return !limit.Allow() },
+	}
+	conf := quicConfig(minPacketSize)
+	conf.GetConfigForClient = func(info *quic.ClientInfo) (*quic.Config, error) {
+		return quicConfig(s.sizes.of(addrPort(info.RemoteAddr))), nil
+	}
+	s.listener, err = s.transport.Listen(serverTLS(cfg.Key, cfg.Now), conf)
+	if err != nil {
+		s.sock.Close()
+		return nil, fmt.Errorf("listen for QUIC: %w", err)
+	}
+	return s, nil
+}
 
 // Addr returns the address that the server is bound to.
-func (s *Server) Addr() netip.AddrPort { return netip.AddrPort{} }
+func (s *Server) Addr() netip.AddrPort { return addrPort(s.sock.LocalAddr()) }
 
 // Run accepts sessions until ctx ends, then closes them all and returns nil.
-func (s *Server) Run(ctx context.Context) error { return errors.ErrUnsupported }
+func (s *Server) Run(ctx context.Context) error {
+	var wg sync.WaitGroup
+	defer func() {
+		s.listener.Close()
+		wg.Wait()
+		s.transport.Close()
+		s.sock.Close()
+	}()
+	for {
+		conn, err := s.listener.Accept(ctx)
+		if err != nil {
+			if ctx.Err() != nil {
+				return nil
+			}
+			return fmt.Errorf("accept connections: %w", err)
+		}
+		wg.Go(func() { s.serveConn(ctx, conn) })
+	}
+}
+
+// serveConn serves one connection, which holds one session.
+func (s *Server) serveConn(ctx context.Context, conn *quic.Conn) {
+	own := isOwn(conn)
+	h := &handler{server: s, conn: conn, ctx: ctx, incoming: make(chan *quic.ReceiveStream, 1)}
+	h3 := &http3.Server{Handler: h, EnableDatagrams: !own, MaxHeaderBytes: 16 << 10}
+	if own {
+		h3.AdditionalSettings = map[uint64]uint64{settingOwn: settingOwnVersion}
+	}
+	raw, err := h3.NewRawServerConn(conn)
+	if err != nil {
+		conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeInternalError), "")
+		return
+	}
+	stop := context.AfterFunc(ctx, func() {
+		raw.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "the gateway shuts down")
+	})
+	defer stop()
+	idle := time.AfterFunc(joinTimeout, func() {
+		if !h.busy.Load() {
+			raw.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "no request for a tunnel")
+		}
+	})
+	defer idle.Stop()
+	go acceptUniStreams(conn, own, h.incoming, raw.HandleUnidirectionalStream)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for {
+		stream, err := conn.AcceptStream(conn.Context())
+		if err != nil {
+			return
+		}
+		wg.Go(func() { raw.HandleRequestStream(stream) })
+	}
+}
+
+// A handler answers the requests of one connection.
+type handler struct {
+	server   *Server
+	conn     *quic.Conn
+	ctx      context.Context // the server's
+	incoming chan *quic.ReceiveStream
+	busy     atomic.Bool // the one session that a connection holds is asked for or there
+}
+
+func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	switch {
+	case r.Method != http.MethodConnect || r.Proto != protoConnectIP:
+		refuse(w, &RefusedError{Status: http.StatusNotImplemented, Code: "not-implemented",
+			Text: "this gateway speaks CONNECT-IP (RFC 9484) only"})
+		return
+	case r.URL.Path != pathConnectIP:
+		refuse(w, &RefusedError{Status: http.StatusNotFound, Code: "not-found",
+			Text: "the gateway serves " + pathConnectIP})
+		return
+	case !h.busy.CompareAndSwap(false, true):
+		refuse(w, &RefusedError{Status: http.StatusTooManyRequests, Code: "one-session",
+			Text: "a connection holds one session: open another connection"})
+		return
+	}
+	if err := h.serve(w, r); err != nil {
+		h.busy.Store(false)
+		refused, ok := errors.AsType[*RefusedError](err)
+		if !ok {
+			h.server.cfg.Log.Error("a join failed", "remote", addrPort(h.conn.RemoteAddr()), "err", err)
+			refused = &RefusedError{Status: http.StatusInternalServerError, Code: "internal",
+				Text: "the gateway failed to answer; its log says why"}
+		}
+		refuse(w, refused)
+	}
+}
+
+// serve answers a request for a tunnel and serves the session. An error is the
+// answer.
+func (h *handler) serve(w http.ResponseWriter, r *http.Request) error {
+	join := Join{Client: peerFingerprint(h.conn), Remote: addrPort(h.conn.RemoteAddr())}
+	if join.Client == (Fingerprint{}) {
+		return &RefusedError{Status: http.StatusUnauthorized, Code: "no-certificate",
+			Text: "show a TLS client certificate: its key is the client's identity"}
+	}
+	join.Secret, _ = strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+	grant, err := h.server.cfg.Authorize(r.Context(), join)
+	if err != nil {
+		return err
+	}
+	grantToHeader(grant, w.Header())
+	w.Header().Set(http3.CapsuleProtocolHeader, "?1")
+	w.WriteHeader(http.StatusOK)
+	stream, err := w.(http3.HTTPStreamer).HTTPStream()
+	if err != nil {
+		return err
+	}
+	cfg := &h.server.cfg
+	session := newSession(sessionConfig{
+		conn: h.conn, control: &control{requestStream: stream}, grant: grant, queues: cfg.Queues, maxMTU: cfg.MTU,
+		drops: cfg.Drops, log: cfg.Log, incoming: h.incoming,
+	})
+	h.server.track(session, true)
+	defer h.server.track(session, false)
+	defer session.Close("")
+	if err := session.control.sendGrant(grant); err != nil {
+		return nil // the client is gone
+	}
+	cfg.Serve(h.ctx, session)
+	return nil
+}
+
+func refuse(w http.ResponseWriter, e *RefusedError) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.Header().Set(headerError, e.Code)
+	w.WriteHeader(e.Status)
+	fmt.Fprintln(w, e.Text)
+}
+
+// track remembers a session for what the socket hears about its path.
+func (s *Server) track(session *Session, on bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if remote := session.Remote(); on {
+		s.sessions[remote] = session
+	} else if s.sessions[remote] == session {
+		delete(s.sessions, remote)
+	}
+}
+
+func (s *Server) onTooBig(remote netip.AddrPort, mtu int) {
+	s.mu.Lock()
+	session := s.sessions[netip.AddrPortFrom(remote.Addr().Unmap(), remote.Port())]
+	s.mu.Unlock()
+	if session != nil {
+		go session.onTooBig(mtu)
+	}
+}
+
+// initialSizes remembers how large the first packets of clients were: what came
+// through one way very likely comes through the other.
+type initialSizes struct {
+	mu    sync.Mutex
+	sizes map[netip.AddrPort]int
+}
+
+// A sizingSocket tells the sizes of Initial packets as they arrive.
+type sizingSocket struct {
+	*socket
+	sizes *initialSizes
+}
+
+func (s sizingSocket) ReadBatch(ms []ipv4.Message, flags int) (int, error) {
+	n, err := s.socket.ReadBatch(ms, flags)
+	for _, m := range ms[:n] {
+		// A long header of type Initial (RFC 9000, section 17.2.2).
+		if m.N >= minPacketSize && m.Buffers[0][0]&0xf0 == 0xc0 {
+			s.sizes.saw(addrPort(m.Addr), m.N)
+		}
+	}
+	return n, err
+}
+
+func (i *initialSizes) saw(remote netip.AddrPort, size int) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.sizes == nil || len(i.sizes) >= 1024 { // a hint may be forgotten
+		i.sizes = make(map[netip.AddrPort]int)
+	}
+	i.sizes[netip.AddrPortFrom(remote.Addr().Unmap(), remote.Port())] = size
+}
+
+func (i *initialSizes) of(remote netip.AddrPort) int {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	size := i.sizes[remote]
+	delete(i.sizes, remote)
+	return min(max(size, minPacketSize), firstPacketSize)
+}

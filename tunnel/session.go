@@ -2,45 +2,273 @@ package tunnel
 
 import (
 	"context"
+	"crypto/ed25519"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
 	"net/netip"
+	"sync"
+	"sync/atomic"
 	"time"
+
+	"github.com/quic-go/quic-go"
+	"github.com/quic-go/quic-go/http3"
+	"github.com/quic-go/quic-go/quicvarint"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
 
+const (
+	// alpnOwn is spoken between two quicvpn peers, alpnForeign with every other
+	// MASQUE peer. See the package's documentation in docs/wire.md.
+	alpnOwn     = "quicvpn"
+	alpnForeign = http3.NextProtoH3
+
+	// settingOwn is an HTTP/3 setting that both quicvpn peers announce: the
+	// version of the super-packet framing.
+	settingOwn        = 0x31767073
+	settingOwnVersion = 1
+
+	// streamTypeSuper is the type of the unidirectional streams that carry
+	// super-packets (RFC 9114, section 6.2).
+	streamTypeSuper = 0x31767071
+
+	keepAlive   = 5 * time.Second
+	idleTimeout = 30 * time.Second
+)
+
+// ErrPathShrank ends a session whose packets no longer fit the path: its next
+// session starts with packets that do.
+var ErrPathShrank = errors.New("the path's MTU shrank")
+
 // A Session is one CONNECT-IP request (RFC 9484) seen from either of its ends.
-type Session struct{}
+type Session struct {
+	conn    *quic.Conn
+	control *control
+	grant   Grant
+	peer    Fingerprint
+	own     bool // the peer is a quicvpn peer too
+	drops   *packet.Drops
+	log     *slog.Logger
+
+	prefix    []byte // of every datagram: quarter stream ID if we write it, context ID
+	path      pathMTU
+	datagrams datagramQueue
+	outboxes  []*outbox // one a stream, by queue number
+	incoming  chan *quic.ReceiveStream
+	heard     liveness
+
+	closeOnce sync.Once
+	onClose   func() // frees what belongs to the session alone
+	wg        sync.WaitGroup
+}
+
+// sessionConfig is what a session is made of.
+type sessionConfig struct {
+	conn     *quic.Conn
+	control  *control
+	grant    Grant
+	queues   int
+	maxMTU   int
+	drops    *packet.Drops
+	log      *slog.Logger
+	incoming chan *quic.ReceiveStream
+	onClose  func()
+	client   bool
+}
+
+func newSession(c sessionConfig) *Session {
+	s := &Session{
+		conn: c.conn, control: c.control, grant: c.grant,
+		peer:     peerFingerprint(c.conn),
+		own:      isOwn(c.conn),
+		drops:    c.drops,
+		log:      c.log,
+		incoming: c.incoming,
+		onClose:  c.onClose,
+	}
+	if s.own {
+		s.prefix = quicvarint.Append(nil, uint64(c.control.StreamID()/4))
+	}
+	s.prefix = append(s.prefix, 0) // context ID 0: an IP packet (RFC 9484, section 6)
+	s.path = pathMTU{max: c.maxMTU, changed: make(chan struct{}, 1)}
+	s.path.update(s.datagramSpace())
+	s.heard.at.Store(time.Now().UnixNano())
+	s.datagrams = make(datagramQueue, maxQueuedDatagrams)
+	s.outboxes = make([]*outbox, max(c.queues, 1))
+	for i := range s.outboxes {
+		s.outboxes[i] = &outbox{wake: make(chan struct{}, 1)}
+		s.wg.Go(func() { s.writeStream(i) })
+	}
+	s.wg.Go(s.writeDatagrams)
+	s.wg.Go(func() { s.watch(c.client) })
+	return s
+}
 
 // Grant returns what the gateway granted.
-func (s *Session) Grant() Grant { return Grant{} }
+func (s *Session) Grant() Grant { return s.grant }
 
 // Peer returns the fingerprint of the key at the other end.
-func (s *Session) Peer() Fingerprint { return Fingerprint{} }
+func (s *Session) Peer() Fingerprint { return s.peer }
 
 // Remote returns the address of the other end.
-func (s *Session) Remote() netip.AddrPort { return netip.AddrPort{} }
+func (s *Session) Remote() netip.AddrPort { return addrPort(s.conn.RemoteAddr()) }
 
 // MTU returns the largest packet that the path now carries in one datagram.
-func (s *Session) MTU() int { return 0 }
+func (s *Session) MTU() int { return int(s.path.mtu.Load()) }
 
 // MTUChanged receives a value after MTU has changed.
-func (s *Session) MTUChanged() <-chan struct{} { return nil }
+func (s *Session) MTUChanged() <-chan struct{} { return s.path.changed }
 
-// Send takes packets for the peer and never blocks: what cannot be queued is
-// dropped and counted. ICMP errors for packets that do not fit go to errs. It
-// may write to the packets and does not keep them.
-func (s *Session) Send(queue int, pkts []packet.Packet, errs Sink) {}
-
-// Receive hands what the peer sends to sink until the session ends, and returns
-// why it ended: nil after Close.
-func (s *Session) Receive(sink Sink) error { return nil }
-
-// LastReceived returns when the peer was last heard of, and whether anything was
-// sent to it since.
-func (s *Session) LastReceived() (at time.Time, waiting bool) { return time.Time{}, false }
+// LastReceived returns when the peer was last heard of, and whether it owes an
+// answer to something that was sent since.
+func (s *Session) LastReceived() (at time.Time, waiting bool) {
+	received := s.heard.at.Load()
+	return time.Unix(0, received), s.heard.sent.Load() > received
+}
 
 // Context ends with the session; its cause says why.
-func (s *Session) Context() context.Context { return context.Background() }
+func (s *Session) Context() context.Context { return s.conn.Context() }
 
-// Close ends the session and tells the peer the reason.
-func (s *Session) Close(reason string) error { return nil }
+// RTT returns the smoothed round trip time of the path.
+func (s *Session) RTT() time.Duration { return s.conn.ConnectionStats().SmoothedRTT }
+
+// Close ends the session, tells the peer the reason and waits for the session's
+// goroutines.
+func (s *Session) Close(reason string) error {
+	err := s.closeConn(reason)
+	s.wg.Wait()
+	return err
+}
+
+// closeConn is Close for the session's own goroutines: it does not wait.
+func (s *Session) closeConn(reason string) error {
+	var err error
+	s.closeOnce.Do(func() {
+		err = s.conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), reason)
+		if s.onClose != nil {
+			s.onClose()
+		}
+	})
+	return err
+}
+
+// ended returns why the session is over: nil if we closed it.
+func (s *Session) ended() error {
+	err := context.Cause(s.conn.Context())
+	if app, ok := errors.AsType[*quic.ApplicationError](err); ok {
+		if !app.Remote {
+			return nil
+		}
+		if app.ErrorMessage != "" {
+			return fmt.Errorf("the other end closed the session: %s", app.ErrorMessage)
+		}
+		return errors.New("the other end closed the session")
+	}
+	if _, ok := errors.AsType[*quic.StatelessResetError](err); ok {
+		return errors.New("the other end no longer knows the session (it has restarted)")
+	}
+	return err
+}
+
+// watch keeps the session's view of the path current: its MTU, when the peer
+// was last heard of and, at a client, that the path is still there.
+func (s *Session) watch(client bool) {
+	const tick = 250 * time.Millisecond
+	every := 4 // a gateway with a thousand sessions looks once a second
+	if client {
+		every = 1
+	}
+	t := time.NewTicker(time.Duration(every) * tick)
+	defer t.Stop()
+	var packets uint64
+	lastPing := time.Now()
+	for {
+		select {
+		case <-s.conn.Context().Done():
+			return
+		case now := <-t.C:
+			s.path.update(s.datagramSpace())
+			if n := s.conn.ConnectionStats().PacketsReceived; n != packets {
+				packets = n
+				s.heard.at.Store(now.UnixNano())
+			}
+			if client && now.Sub(lastPing) >= keepAlive {
+				lastPing = now
+				s.heard.sentNow()
+				if err := s.control.ping(); err != nil {
+					return
+				}
+			}
+		}
+	}
+}
+
+// datagramSpace returns the largest packet that now fits one HTTP Datagram.
+func (s *Session) datagramSpace() int {
+	// A payload that can never be sent is refused with the size that can be.
+	if tooLarge, ok := errors.AsType[*quic.DatagramTooLargeError](s.conn.SendDatagram(oversized[:])); ok {
+		return int(tooLarge.MaxDatagramPayloadSize) - s.datagramOverhead()
+	}
+	return 0
+}
+
+// oversized is larger than any QUIC packet and never sent.
+var oversized [1 << 16]byte
+
+func (s *Session) datagramOverhead() int {
+	if s.own {
+		return len(s.prefix)
+	}
+	return quicvarint.Len(uint64(s.control.StreamID()/4)) + len(s.prefix)
+}
+
+// onTooBig hears from the socket that the path carries IP packets of at most
+// mtu bytes, and ends the session if its packets are larger.
+func (s *Session) onTooBig(mtu int) {
+	if mtu == 0 {
+		return
+	}
+	if packetSize(s.Remote().Addr(), mtu) < s.datagramSpace()+s.datagramOverhead()+quicOverhead {
+		s.log.Info("the path's MTU shrank; starting again with smaller packets", "mtu", mtu)
+		s.closeConn(fmt.Sprintf("%v to %d", ErrPathShrank, mtu))
+	}
+}
+
+// liveness holds when the peer was last heard of and when it was last sent
+// something that it must answer, in Unix nanoseconds.
+type liveness struct{ at, sent atomic.Int64 }
+
+func (l *liveness) sentNow() {
+	// Only the first packet after the last sign of life counts: the peer owes
+	// an answer since then.
+	if l.sent.Load() <= l.at.Load() {
+		l.sent.Store(time.Now().UnixNano())
+	}
+}
+
+func isOwn(conn *quic.Conn) bool {
+	return conn.ConnectionState().TLS.NegotiatedProtocol == alpnOwn
+}
+
+// peerFingerprint returns the fingerprint of the key that the peer proved to
+// hold, or zero if it showed none.
+func peerFingerprint(conn *quic.Conn) Fingerprint {
+	certs := conn.ConnectionState().TLS.PeerCertificates
+	if len(certs) == 0 {
+		return Fingerprint{}
+	}
+	if pub, ok := certs[0].PublicKey.(ed25519.PublicKey); ok {
+		return KeyFingerprint(pub)
+	}
+	return certFingerprint(certs[0])
+}
+
+func addrPort(a net.Addr) netip.AddrPort {
+	if u, ok := a.(*net.UDPAddr); ok {
+		ap := u.AddrPort()
+		return netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port())
+	}
+	return netip.AddrPort{}
+}

@@ -1,0 +1,130 @@
+package tunnel
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/netip"
+	"sync"
+
+	"github.com/quic-go/quic-go"
+	"github.com/quic-go/quic-go/http3"
+)
+
+// capsuleTypeIgnored is one of the types that are reserved for nothing, so that
+// every peer ignores it (RFC 9297, section 5.4).
+const capsuleTypeIgnored http3.CapsuleType = 0x17
+
+// requestStream is the CONNECT-IP request at the client or at the server.
+type requestStream interface {
+	io.Reader
+	io.Writer
+	StreamID() quic.StreamID
+	SendDatagram(b []byte) error
+	ReceiveDatagram(ctx context.Context) ([]byte, error)
+}
+
+// A control is a session's request stream, on which capsules go both ways.
+type control struct {
+	requestStream
+	mu sync.Mutex // held while a capsule is written
+}
+
+func (c *control) send(cs ...capsule) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, one := range cs {
+		if err := writeCapsule(c, one); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ping makes the peer acknowledge something.
+func (c *control) ping() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	_, err := c.Write([]byte{byte(capsuleTypeIgnored), 0})
+	return err
+}
+
+// sendGrant tells a client its addresses and routes.
+func (c *control) sendGrant(g Grant) error {
+	routes, err := routesTo(g.Routes)
+	if err != nil {
+		return err
+	}
+	return c.send(assign(g.Addresses, nil), routes)
+}
+
+// readGrant reads capsules until addresses and routes are there.
+func readGrant(r io.Reader, g *Grant) error {
+	parser := http3.NewCapsuleParser(r)
+	var addresses, routes bool
+	for !addresses || !routes {
+		c, err := readCapsule(parser)
+		if err != nil {
+			return err
+		}
+		switch c := c.(type) {
+		case addressAssign:
+			addresses = true
+			for _, a := range c {
+				if a.Prefix.IsSingleIP() && !a.refused() {
+					g.Addresses = append(g.Addresses, a.Prefix.Addr())
+				}
+			}
+		case routeAdvertisement:
+			routes = true
+			if g.Routes, err = c.prefixes(); err != nil {
+				return err
+			}
+		}
+	}
+	if len(g.Addresses) == 0 {
+		return errors.New("the gateway assigned no address")
+	}
+	return nil
+}
+
+// assign lists a client's addresses, each as the answer to the first request
+// for one of its family. Requests for which there is none are turned down.
+func assign(addrs []netip.Addr, requests addressRequest) addressAssign {
+	answered := make([]bool, len(requests))
+	var list addressAssign
+	for _, a := range addrs {
+		entry := assignedAddress{Prefix: netip.PrefixFrom(a, a.BitLen())}
+		for i, r := range requests {
+			if !answered[i] && r.Prefix.Addr().BitLen() == a.BitLen() {
+				entry.RequestID, answered[i] = r.RequestID, true
+				break
+			}
+		}
+		list = append(list, entry)
+	}
+	for i, r := range requests {
+		if !answered[i] {
+			none := unspecified(r.Prefix.Addr())
+			list = append(list, assignedAddress{r.RequestID, netip.PrefixFrom(none, none.BitLen())})
+		}
+	}
+	return list
+}
+
+// serve answers what the peer asks for until the request ends, and returns why
+// it did.
+func (c *control) serve(addrs []netip.Addr) error {
+	parser := http3.NewCapsuleParser(c)
+	for {
+		got, err := readCapsule(parser)
+		if err != nil {
+			return err
+		}
+		if request, ok := got.(addressRequest); ok {
+			if err := c.send(assign(addrs, request)); err != nil {
+				return err
+			}
+		}
+	}
+}
