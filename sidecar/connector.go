@@ -1,0 +1,312 @@
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/quicvpn/quicvpn/tunnel"
+)
+
+const (
+	// attemptTimeout ends an attempt to open a session; a satellite's handshake
+	// fits, with losses.
+	attemptTimeout = 10 * time.Second
+	// silence is how long an answer may be owed before the session is held for
+	// dead; on long paths it is four round trips.
+	silence = 1500 * time.Millisecond
+	// glance is how often a session is looked at.
+	glance = 250 * time.Millisecond
+)
+
+// A connector keeps a session to the gateway: it opens one, watches it, and
+// opens the next one when it ends or falls silent, until its context ends.
+//
+//  1. run: connect, adopt, watch, over and over
+//  2. connect: rounds of attempts with a back-off between them
+//  3. round: resolve the name, dial every address, the first session wins
+//  4. watch: until the session has ended, or another took its place
+type connector struct {
+	host string // a name or an address
+	port uint16
+
+	dial   func(ctx context.Context, gateway netip.AddrPort) (session, error)
+	lookup func(ctx context.Context, host string) ([]netip.Addr, error)
+	// allow is called with all the addresses that may be dialled from now on,
+	// before they are.
+	allow func(gateways []netip.AddrPort)
+	// adopt makes a session the one in use and returns the sink for what it
+	// receives; resize is called when its MTU has changed, drop when it has ended.
+	adopt  func(session) tunnel.Sink
+	resize func(session)
+	drop   func(session)
+	// moved receives a value when the way to the gateway has changed: it is worth
+	// to try at once.
+	moved <-chan struct{}
+	log   *slog.Logger
+
+	losers sync.WaitGroup // what is left behind and ends by itself
+
+	mu       sync.Mutex    // guards what follows
+	known    []netip.Addr  // the gateway's addresses as last resolved
+	best     netip.Addr    // the one that answered last
+	dialTime time.Duration // how long that took; zero before the first session
+	remote   netip.AddrPort
+}
+
+// A running session is one that is received from.
+type running struct {
+	session
+	ended chan struct{} // closed after why is set
+	why   error
+}
+
+func (c *connector) run(ctx context.Context) {
+	defer c.losers.Wait()
+	next := c.connect(ctx)
+	for next != nil {
+		s := c.start(next)
+		next = c.watch(ctx, s)
+		c.stop(ctx, s, next)
+		if next == nil && ctx.Err() == nil {
+			next = c.connect(ctx)
+		}
+	}
+}
+
+// start puts a session in use.
+func (c *connector) start(s session) *running {
+	r := &running{session: s, ended: make(chan struct{})}
+	c.mu.Lock()
+	c.remote = s.Remote()
+	c.mu.Unlock()
+	sink := c.adopt(s)
+	c.log.Info("connected", "gateway", s.Remote(), "mtu", s.MTU())
+	go func() {
+		defer close(r.ended)
+		r.why = s.Receive(sink)
+	}()
+	return r
+}
+
+// stop ends a session of which next takes the place, if there is one.
+func (c *connector) stop(ctx context.Context, s *running, next session) {
+	reason := "the client stops"
+	if next != nil {
+		reason = "another session takes its place"
+	}
+	if next == nil {
+		c.drop(s.session)
+	}
+	end := func() {
+		s.Close(reason)
+		<-s.ended
+	}
+	if ctx.Err() != nil {
+		end()
+		return
+	}
+	// The old session's goodbye must not hold up the new one.
+	c.losers.Go(end)
+}
+
+// watch returns when the session has ended, or with the session that is to take
+// its place because it fell silent.
+func (c *connector) watch(ctx context.Context, s *running) session {
+	tick := time.NewTicker(glance)
+	defer tick.Stop()
+	var q quiet
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-s.ended:
+			c.log.Warn("the session ended; connecting again", "why", whyEnded(s.why))
+			return nil
+		case <-s.MTUChanged():
+			c.resize(s.session)
+		case now := <-tick.C:
+			at, waiting := s.LastReceived()
+			if q.after(now, at, waiting) < max(silence, 4*s.RTT()) {
+				continue
+			}
+			c.log.Warn("the gateway does not answer; connecting beside the old session")
+			if next := c.replace(ctx, s, at); next != nil {
+				return next
+			}
+			q = quiet{}
+		}
+	}
+}
+
+// quiet measures for how long an answer has been owed. What LastReceived says
+// of the time before the question does not count.
+type quiet struct {
+	heard time.Time
+	since time.Time // zero where no answer is owed
+}
+
+func (q *quiet) after(now, heard time.Time, waiting bool) time.Duration {
+	if !waiting || !heard.Equal(q.heard) {
+		q.heard, q.since = heard, time.Time{}
+	}
+	if waiting && q.since.IsZero() {
+		q.since = now
+	}
+	if q.since.IsZero() {
+		return 0
+	}
+	return now.Sub(q.since)
+}
+
+// replace connects beside a silent session. It returns nil when the session has
+// something to say again, or when it has ended.
+func (c *connector) replace(ctx context.Context, s *running, heard time.Time) session {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	won := make(chan session, 1)
+	go func() { won <- c.connect(ctx) }()
+	tick := time.NewTicker(glance)
+	defer tick.Stop()
+	ended := s.ended
+	for {
+		select {
+		case next := <-won:
+			return next
+		case <-ended:
+			// It has lost its place now; the search goes on.
+			c.drop(s.session)
+			ended = nil
+		case <-tick.C:
+			if ended == nil {
+				continue
+			}
+			if at, _ := s.LastReceived(); !at.Equal(heard) {
+				c.log.Info("the gateway answers again")
+				cancel()
+				// One that was quicker than that is the one that the gateway knows.
+				return <-won
+			}
+		}
+	}
+}
+
+// connect returns a session, or nil when ctx has ended.
+func (c *connector) connect(ctx context.Context) session {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	type failure struct {
+		round int
+		err   error
+	}
+	won := make(chan session)
+	failed := make(chan failure)
+	start := func(round int) {
+		c.losers.Go(func() {
+			s, err := c.round(ctx)
+			if err != nil {
+				select {
+				case failed <- failure{round, err}:
+				case <-ctx.Done():
+				}
+				return
+			}
+			select {
+			case won <- s:
+			case <-ctx.Done():
+				s.Close(quicker)
+			}
+		})
+	}
+	var back backoff
+	var said repeated
+	for round := 0; ; round++ {
+		started := time.Now()
+		start(round)
+		pause := back.next(started)
+		next := time.NewTimer(max(pause, c.overdue()))
+		for due := false; !due; {
+			select {
+			case <-ctx.Done():
+				next.Stop()
+				return nil
+			case s := <-won:
+				next.Stop()
+				return s
+			case f := <-failed:
+				if times, say := said.say(f.err.Error(), time.Now()); say {
+					c.log.Warn("cannot connect; trying again for as long as it takes", "error", f.err, "times", times)
+				}
+				if f.round == round {
+					next.Reset(max(time.Until(started.Add(pause)), 0))
+				}
+			case <-c.moved:
+				// The network is another one now; but changes come in bursts.
+				back = backoff{}
+				next.Reset(max(time.Until(started.Add(backoffFirst)), 0))
+			case <-next.C:
+				due = true
+			}
+		}
+	}
+}
+
+// overdue is how long a round is waited for before the next one starts beside
+// it. Two attempts must not come to their end together, because the gateway
+// then ends one session for the other.
+func (c *connector) overdue() time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.dialTime == 0 {
+		return 1500 * time.Millisecond
+	}
+	return min(max(2*c.dialTime, 500*time.Millisecond), 3*time.Second)
+}
+
+// whyEnded puts the end of a session into words.
+func whyEnded(err error) string {
+	if err == nil {
+		return "closed"
+	}
+	if timedOut(err) {
+		return "nothing was heard of the gateway for too long"
+	}
+	return err.Error()
+}
+
+// targets returns the gateway's addresses to dial: the one that answered last
+// first, then IPv6 and IPv4 in turns (RFC 8305, section 4).
+func targets(addrs []netip.Addr, best netip.Addr) []netip.Addr {
+	const most = 16
+	var six, four, all []netip.Addr
+	for _, a := range addrs {
+		switch a = a.Unmap(); {
+		case slices.Contains(all, a):
+		case a == best:
+			all = append(all, a)
+		case a.Is4() && !slices.Contains(four, a):
+			four = append(four, a)
+		case a.Is6() && !slices.Contains(six, a):
+			six = append(six, a)
+		}
+	}
+	for i := range max(len(six), len(four)) {
+		if i < len(six) {
+			all = append(all, six[i])
+		}
+		if i < len(four) {
+			all = append(all, four[i])
+		}
+	}
+	return all[:min(len(all), most)]
+}
+
+// errNoAddress is what a name without addresses is.
+var errNoAddress = errors.New("the name has no address")
+
+// quicker is why the loser of a race is closed.
+const quicker = "another attempt was quicker"

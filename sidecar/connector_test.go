@@ -1,0 +1,663 @@
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/quicvpn/quicvpn/internal/packet"
+	"github.com/quicvpn/quicvpn/tunnel"
+)
+
+// fakeSession is a session that does what the test says.
+type fakeSession struct {
+	remote  netip.AddrPort
+	changed chan struct{}
+	ended   chan struct{}
+	once    sync.Once
+
+	mu      sync.Mutex // guards what follows
+	why     error
+	reason  string // given to Close
+	mtu     int
+	heard   time.Time
+	waiting bool
+}
+
+func newFakeSession(remote netip.AddrPort) *fakeSession {
+	return &fakeSession{remote: remote, changed: make(chan struct{}, 1), ended: make(chan struct{}), mtu: 1400, heard: time.Now()}
+}
+
+func (s *fakeSession) Grant() tunnel.Grant                    { return tunnel.Grant{} }
+func (s *fakeSession) Remote() netip.AddrPort                 { return s.remote }
+func (s *fakeSession) RTT() time.Duration                     { return 20 * time.Millisecond }
+func (s *fakeSession) MTUChanged() <-chan struct{}            { return s.changed }
+func (s *fakeSession) Send(int, []packet.Packet, tunnel.Sink) {}
+func (s *fakeSession) MTU() int                               { s.mu.Lock(); defer s.mu.Unlock(); return s.mtu }
+func (s *fakeSession) Receive(tunnel.Sink) error              { <-s.ended; return s.why }
+func (s *fakeSession) LastReceived() (at time.Time, waiting bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.heard, s.waiting
+}
+func (s *fakeSession) Close(reason string) error {
+	s.once.Do(func() {
+		s.reason = reason
+		close(s.ended)
+	})
+	return nil
+}
+
+// end ends the session as the peer does.
+func (s *fakeSession) end(why error) {
+	s.once.Do(func() {
+		s.why = why
+		close(s.ended)
+	})
+}
+
+func (s *fakeSession) set(change func()) { s.mu.Lock(); defer s.mu.Unlock(); change() }
+
+// world is what a connector meets.
+type world struct {
+	start time.Time
+	c     *connector
+	moved chan struct{}
+	log   strings.Builder
+
+	mu       sync.Mutex // guards what follows
+	dials    []dialled
+	lookups  []time.Duration
+	allowed  []netip.AddrPort
+	adopted  []*fakeSession
+	dropped  int
+	resized  []int
+	answer   func(ctx context.Context, gateway netip.AddrPort) (session, error)
+	resolved func(ctx context.Context) ([]netip.Addr, error)
+}
+
+type dialled struct {
+	At   time.Duration
+	Addr netip.Addr
+}
+
+func newWorld(host string) *world {
+	w := &world{start: time.Now(), moved: make(chan struct{}, 1)}
+	w.c = &connector{
+		host: host, port: 443, moved: w.moved,
+		log: slog.New(slog.NewTextHandler(lockedWriter{w}, nil)),
+		dial: func(ctx context.Context, gateway netip.AddrPort) (session, error) {
+			w.mu.Lock()
+			w.dials = append(w.dials, dialled{time.Since(w.start), gateway.Addr()})
+			answer := w.answer
+			if !slices.Contains(w.allowed, gateway) {
+				w.mu.Unlock()
+				return nil, fmt.Errorf("%v was dialled before it was allowed", gateway)
+			}
+			w.mu.Unlock()
+			return answer(ctx, gateway)
+		},
+		lookup: func(ctx context.Context, host string) ([]netip.Addr, error) {
+			w.mu.Lock()
+			w.lookups = append(w.lookups, time.Since(w.start))
+			resolved := w.resolved
+			w.mu.Unlock()
+			return resolved(ctx)
+		},
+		allow: func(gateways []netip.AddrPort) { w.mu.Lock(); defer w.mu.Unlock(); w.allowed = gateways },
+		adopt: func(s session) tunnel.Sink {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			w.adopted = append(w.adopted, s.(*fakeSession))
+			return nil
+		},
+		drop:   func(session) { w.mu.Lock(); defer w.mu.Unlock(); w.dropped++ },
+		resize: func(s session) { w.mu.Lock(); defer w.mu.Unlock(); w.resized = append(w.resized, s.MTU()) },
+	}
+	return w
+}
+
+type lockedWriter struct{ w *world }
+
+func (l lockedWriter) Write(p []byte) (int, error) {
+	l.w.mu.Lock()
+	defer l.w.mu.Unlock()
+	return l.w.log.Write(p)
+}
+
+func (w *world) drops() int { w.mu.Lock(); defer w.mu.Unlock(); return w.dropped }
+
+func (w *world) text() string { w.mu.Lock(); defer w.mu.Unlock(); return w.log.String() }
+
+func (w *world) set(answer func(ctx context.Context, gateway netip.AddrPort) (session, error)) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.answer = answer
+}
+
+func (w *world) take() []dialled {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	d := w.dials
+	w.dials = nil
+	return d
+}
+
+func (w *world) sessions() []*fakeSession {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.adopted)
+}
+
+// run runs the connector in a bubble until f returns.
+func (w *world) run(t *testing.T, f func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		w.c.run(ctx)
+	}()
+	f()
+	cancel()
+	<-done
+}
+
+// silent is a gateway that does not answer.
+func silent(ctx context.Context, _ netip.AddrPort) (session, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+// accepting is a gateway that answers after a time.
+func accepting(after time.Duration) func(context.Context, netip.AddrPort) (session, error) {
+	return func(ctx context.Context, gateway netip.AddrPort) (session, error) {
+		select {
+		case <-time.After(after):
+			return newFakeSession(gateway), nil
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+func refusing(err error) func(context.Context, netip.AddrPort) (session, error) {
+	return func(context.Context, netip.AddrPort) (session, error) { return nil, err }
+}
+
+const literal = "192.0.2.1"
+
+var (
+	addr4a = netip.MustParseAddr("192.0.2.1")
+	addr4b = netip.MustParseAddr("192.0.2.2")
+	addr6a = netip.MustParseAddr("2001:db8::1")
+	addr6b = netip.MustParseAddr("2001:db8::2")
+)
+
+func TestConnectsAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		w.set(accepting(40 * time.Millisecond))
+		w.run(t, func() {
+			time.Sleep(time.Minute)
+			if diff := cmp.Diff([]dialled{{0, addr4a}}, w.take(), cmp.Comparer(func(a, b netip.Addr) bool { return a == b })); diff != "" {
+				t.Error(diff)
+			}
+			if n := len(w.sessions()); n != 1 {
+				t.Fatalf("%d sessions, want 1", n)
+			}
+		})
+		if got := w.sessions()[0].reason; got != "the client stops" {
+			t.Errorf("closed with %q", got)
+		}
+		if w.dropped != 1 {
+			t.Errorf("dropped %d times, want 1", w.dropped)
+		}
+	})
+}
+
+func TestPausesGrowAndAreJittered(t *testing.T) {
+	var second []time.Duration
+	for range 20 {
+		synctest.Test(t, func(t *testing.T) {
+			w := newWorld(literal)
+			w.set(refusing(errors.New("no")))
+			w.run(t, func() {
+				time.Sleep(20 * time.Minute)
+				dials := w.take()
+				limits := func(i int, at time.Duration) (low, high time.Duration) {
+					nominal := min(backoffFirst<<min(i, 10), backoffSoon)
+					if at > backoffPatience+time.Minute {
+						nominal = backoffLate
+					} else if at > backoffPatience-time.Second {
+						return nominal / 2, backoffLate * 3 / 2
+					}
+					return nominal / 2, nominal * 3 / 2
+				}
+				for i := range len(dials) - 1 {
+					pause := dials[i+1].At - dials[i].At
+					low, high := limits(i, dials[i].At)
+					if pause < low || pause > high {
+						t.Errorf("pause %d, after %v, is %v: want %v to %v", i, dials[i].At, pause, low, high)
+					}
+				}
+				if dials[0].At != 0 {
+					t.Errorf("first attempt after %v", dials[0].At)
+				}
+				second = append(second, dials[2].At-dials[1].At)
+			})
+		})
+	}
+	slices.Sort(second)
+	if len(slices.Compact(second)) < 10 {
+		t.Errorf("the pauses of many clients are hardly different: %v", second)
+	}
+}
+
+// TestLinkBackIsUsedSoon has a link come back after 30 s, at any moment of an
+// attempt.
+func TestLinkBackIsUsedSoon(t *testing.T) {
+	for i := range 40 {
+		synctest.Test(t, func(t *testing.T) {
+			w := newWorld(literal)
+			back := 30*time.Second + time.Duration(i)*100*time.Millisecond
+			// What is sent while the link is down is lost, as if nobody repeated it.
+			w.set(func(ctx context.Context, gateway netip.AddrPort) (session, error) {
+				if time.Since(w.start) < back {
+					return silent(ctx, gateway)
+				}
+				return accepting(100*time.Millisecond)(ctx, gateway)
+			})
+			w.run(t, func() {
+				time.Sleep(back)
+				for len(w.sessions()) == 0 && time.Since(w.start) < time.Hour {
+					time.Sleep(50 * time.Millisecond)
+				}
+				if took := time.Since(w.start) - back; took > 5*time.Second {
+					t.Errorf("back after %v, connected %v later", back, took)
+				}
+			})
+		})
+	}
+}
+
+func TestAttemptsThatNobodyAnswersAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		var mu sync.Mutex
+		open, most := 0, 0
+		w.set(func(ctx context.Context, _ netip.AddrPort) (session, error) {
+			mu.Lock()
+			open++
+			most = max(most, open)
+			mu.Unlock()
+			<-ctx.Done()
+			mu.Lock()
+			open--
+			mu.Unlock()
+			return nil, ctx.Err()
+		})
+		w.run(t, func() { time.Sleep(10 * time.Minute) })
+		if most > 8 {
+			t.Errorf("%d attempts at a time", most)
+		}
+		if open != 0 {
+			t.Errorf("%d attempts are left", open)
+		}
+		if text := w.text(); !strings.Contains(text, "UDP to it seems blocked") || !strings.Contains(text, "192.0.2.1:443") {
+			t.Errorf("the log does not say what is wrong:\n%s", text)
+		}
+		if n := strings.Count(w.text(), "cannot connect"); n < 5 || n > 40 {
+			t.Errorf("said %d times in 10 minutes", n)
+		}
+	})
+}
+
+func TestMovedTriesAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		w.set(refusing(errors.New("no")))
+		w.run(t, func() {
+			time.Sleep(15 * time.Minute) // the pauses are long now
+			for range 3 {
+				synctest.Wait()
+				w.take()
+				asked := time.Since(w.start)
+				w.moved <- struct{}{}
+				time.Sleep(3 * time.Second)
+				dials := w.take()
+				if len(dials) < 3 {
+					t.Fatalf("%d attempts in 3 s, want the short pauses again", len(dials))
+				}
+				if wait := dials[0].At - asked; wait > backoffFirst {
+					t.Errorf("the first attempt was %v after the network changed", wait)
+				}
+				time.Sleep(10 * time.Minute)
+			}
+			// A storm of changes is no storm of attempts.
+			w.take()
+			for range 100 {
+				select {
+				case w.moved <- struct{}{}:
+				default:
+				}
+				time.Sleep(10 * time.Millisecond)
+			}
+			if n := len(w.take()); n > 5 {
+				t.Errorf("%d attempts in a second of changes", n)
+			}
+		})
+	})
+}
+
+func TestEndedSessionIsReplacedAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		w.set(accepting(40 * time.Millisecond))
+		w.run(t, func() {
+			for i := range 5 {
+				time.Sleep(10 * time.Second)
+				w.take()
+				at := time.Since(w.start)
+				w.sessions()[i].end(errors.New("the other end no longer knows the session"))
+				time.Sleep(time.Second)
+				if d := w.take(); len(d) != 1 || d[0].At != at {
+					t.Fatalf("ended at %v, dialled %v", at, d)
+				}
+			}
+			if n := len(w.sessions()); n != 6 {
+				t.Errorf("%d sessions, want 6", n)
+			}
+		})
+		if !strings.Contains(w.text(), "no longer knows the session") {
+			t.Error("the log does not say why")
+		}
+		if w.dropped != 6 {
+			t.Errorf("dropped %d, want 6", w.dropped)
+		}
+	})
+}
+
+func TestSilentSessionIsReplacedBeside(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		w.set(accepting(40 * time.Millisecond))
+		w.run(t, func() {
+			// Idle, with nothing heard for long: no reason to do anything.
+			time.Sleep(time.Minute)
+			if n := len(w.take()); n != 1 {
+				t.Fatalf("%d dials", n)
+			}
+			old := w.sessions()[0]
+			// The first question after that is not yet owed an answer since then.
+			old.set(func() { old.waiting = true })
+			time.Sleep(time.Second)
+			if n := len(w.take()); n != 0 {
+				t.Fatalf("dialled after one second")
+			}
+			time.Sleep(time.Second)
+			if n := len(w.take()); n != 1 {
+				t.Fatalf("%d dials after two seconds of silence, want 1", n)
+			}
+			s := w.sessions()
+			if len(s) != 2 {
+				t.Fatalf("%d sessions", len(s))
+			}
+			select {
+			case <-old.ended:
+			default:
+				t.Error("the old session is still open")
+			}
+			if old.reason != "another session takes its place" || w.drops() != 0 {
+				t.Errorf("closed with %q, dropped %d", old.reason, w.drops())
+			}
+		})
+	})
+}
+
+func TestSessionThatAnswersAgainStays(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		w.set(accepting(40 * time.Millisecond))
+		w.run(t, func() {
+			time.Sleep(time.Second)
+			old := w.sessions()[0]
+			w.set(silent)
+			old.set(func() { old.waiting = true })
+			time.Sleep(4 * time.Second)
+			if n := len(w.take()); n < 2 {
+				t.Fatalf("%d dials", n)
+			}
+			old.set(func() { old.waiting, old.heard = false, time.Now() })
+			time.Sleep(time.Minute)
+			w.take()
+			time.Sleep(time.Minute)
+			if d := w.take(); len(d) != 0 {
+				t.Errorf("still dialling: %v", d)
+			}
+			if len(w.sessions()) != 1 || old.reason != "" {
+				t.Errorf("the session was given up")
+			}
+		})
+		if !strings.Contains(w.text(), "answers again") {
+			t.Error("the log does not say so")
+		}
+	})
+}
+
+func TestSilentSessionThatEndsIsSearchedFor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		w.set(accepting(40 * time.Millisecond))
+		w.run(t, func() {
+			time.Sleep(time.Second)
+			old := w.sessions()[0]
+			w.set(silent)
+			old.set(func() { old.waiting = true })
+			time.Sleep(4 * time.Second)
+			old.end(errors.New("idle"))
+			time.Sleep(4 * time.Second)
+			synctest.Wait()
+			if w.drops() == 0 {
+				t.Error("the ended session still takes packets")
+			}
+			w.set(accepting(40 * time.Millisecond))
+			time.Sleep(5 * time.Second)
+			if n := len(w.sessions()); n != 2 {
+				t.Errorf("%d sessions, want 2", n)
+			}
+		})
+	})
+}
+
+func TestMTUIsFollowed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		w.set(accepting(0))
+		w.run(t, func() {
+			time.Sleep(time.Second)
+			s := w.sessions()[0]
+			s.set(func() { s.mtu = 1300 })
+			s.changed <- struct{}{}
+			time.Sleep(time.Second)
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			if !slices.Equal(w.resized, []int{1300}) {
+				t.Errorf("resized %v", w.resized)
+			}
+		})
+	})
+}
+
+func TestNameIsResolvedAtEachAttempt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld("gateway.example")
+		w.set(func(ctx context.Context, gateway netip.AddrPort) (session, error) {
+			if gateway.Addr() == addr4b {
+				return accepting(40*time.Millisecond)(ctx, gateway)
+			}
+			return silent(ctx, gateway)
+		})
+		w.resolved = func(context.Context) ([]netip.Addr, error) { return []netip.Addr{addr4a}, nil }
+		w.run(t, func() {
+			time.Sleep(time.Minute)
+			w.mu.Lock()
+			n := len(w.lookups)
+			w.resolved = func(context.Context) ([]netip.Addr, error) { return []netip.Addr{addr4b}, nil }
+			w.mu.Unlock()
+			if n < 15 {
+				t.Errorf("%d lookups in a minute", n)
+			}
+			time.Sleep(5 * time.Second)
+			if s := w.sessions(); len(s) != 1 || s[0].remote.Addr() != addr4b {
+				t.Fatalf("the new address was not followed: %v", s)
+			}
+			// The resolver fails, the address is still good.
+			w.mu.Lock()
+			w.resolved = func(context.Context) ([]netip.Addr, error) { return nil, errors.New("server failure") }
+			w.mu.Unlock()
+			w.sessions()[0].end(nil)
+			time.Sleep(time.Second)
+			if n := len(w.sessions()); n != 2 {
+				t.Errorf("%d sessions, want 2 although the name cannot be resolved", n)
+			}
+		})
+	})
+}
+
+func TestNameThatCannotBeResolved(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld("gateway.example")
+		w.set(accepting(0))
+		w.resolved = func(context.Context) ([]netip.Addr, error) { return nil, errors.New("server failure") }
+		w.run(t, func() {
+			time.Sleep(time.Minute)
+			if len(w.take()) != 0 {
+				t.Error("dialled something")
+			}
+			text := w.text()
+			for _, want := range []string{"gateway.example cannot be resolved", "server failure", "extra_hosts"} {
+				if !strings.Contains(text, want) {
+					t.Errorf("the log lacks %q:\n%s", want, text)
+				}
+			}
+			w.mu.Lock()
+			w.resolved = func(context.Context) ([]netip.Addr, error) { return []netip.Addr{addr6a}, nil }
+			w.mu.Unlock()
+			time.Sleep(5 * time.Second)
+			if len(w.sessions()) != 1 {
+				t.Error("not connected although the name has an address now")
+			}
+		})
+	})
+}
+
+func TestSlowResolverDoesNotHoldUpAKnownAddress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld("gateway.example")
+		w.set(accepting(40 * time.Millisecond))
+		w.resolved = func(context.Context) ([]netip.Addr, error) { return []netip.Addr{addr4a}, nil }
+		w.run(t, func() {
+			time.Sleep(time.Second)
+			w.mu.Lock()
+			w.resolved = func(ctx context.Context) ([]netip.Addr, error) { <-ctx.Done(); return nil, ctx.Err() }
+			w.mu.Unlock()
+			w.sessions()[0].end(nil)
+			time.Sleep(100 * time.Millisecond)
+			if n := len(w.sessions()); n != 2 {
+				t.Errorf("%d sessions after 100 ms, want 2", n)
+			}
+		})
+	})
+}
+
+func TestAllAddressesAreTried(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld("gateway.example")
+		w.resolved = func(context.Context) ([]netip.Addr, error) {
+			return []netip.Addr{addr4a, addr4b, addr6a, addr6b}, nil
+		}
+		w.set(func(ctx context.Context, gateway netip.AddrPort) (session, error) {
+			switch gateway.Addr() {
+			case addr6a:
+				return silent(ctx, gateway)
+			case addr4a:
+				return nil, errors.New("no")
+			}
+			return accepting(100*time.Millisecond)(ctx, gateway)
+		})
+		w.run(t, func() {
+			time.Sleep(time.Minute)
+			want := []dialled{
+				{0, addr6a},
+				{250 * time.Millisecond, addr4a}, // after the stagger
+				{250 * time.Millisecond, addr6b}, // at once after a failure
+			}
+			if diff := cmp.Diff(want, w.take(), cmp.Comparer(func(a, b netip.Addr) bool { return a == b })); diff != "" {
+				t.Error(diff)
+			}
+			// Next time the one that answered comes first, and alone.
+			w.sessions()[0].end(nil)
+			time.Sleep(10 * time.Second)
+			if d := w.take(); len(d) != 1 || d[0].Addr != addr6b {
+				t.Errorf("dialled %v, want %v alone", d, addr6b)
+			}
+		})
+	})
+}
+
+// TestTwoAttemptsDoNotEndTogether: a gateway that sees two sessions of one
+// client ends the older one, which may be the one that the client has chosen.
+func TestTwoAttemptsDoNotEndTogether(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld("gateway.example")
+		w.resolved = func(context.Context) ([]netip.Addr, error) { return []netip.Addr{addr6a, addr4a}, nil }
+		w.set(accepting(700 * time.Millisecond))
+		w.run(t, func() {
+			time.Sleep(10 * time.Second)
+			for i := range 3 {
+				w.take()
+				s := w.sessions()
+				s[len(s)-1].end(nil)
+				time.Sleep(10 * time.Second)
+				if d := w.take(); len(d) != 1 {
+					t.Errorf("reconnection %d: %d attempts beside each other: %v", i, len(d), d)
+				}
+			}
+		})
+	})
+}
+
+func TestTroubleIsSaidOncePerChange(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		var errs = []error{
+			&tunnel.RefusedError{Status: 401, Code: "token-revoked", Text: "get a new token"},
+			tunnel.ErrPin, tunnel.ErrNotYetValid, tunnel.ErrExpired,
+		}
+		w.set(refusing(errs[0]))
+		w.run(t, func() {
+			for _, err := range errs {
+				w.set(refusing(fmt.Errorf("connect to gateway: %w", err)))
+				before := len(w.text())
+				time.Sleep(20 * time.Second)
+				text := w.text()[before:]
+				if !strings.Contains(text, err.Error()[:20]) {
+					t.Errorf("the log lacks %q:\n%s", err, text)
+				}
+				if n := strings.Count(text, "cannot connect"); n < 1 || n > 3 {
+					t.Errorf("said %d times in 20 s:\n%s", n, text)
+				}
+			}
+		})
+	})
+}

@@ -1,0 +1,225 @@
+package sidecar
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
+
+	"github.com/quicvpn/quicvpn/internal/netlab"
+	"github.com/quicvpn/quicvpn/internal/token"
+)
+
+// childVariable holds the settings of a sidecar process: the test binary plays
+// it, in the namespace where it is started.
+const childVariable = "QUICVPN_TEST_SIDECAR"
+
+func TestMain(m *testing.M) {
+	if settings, ok := os.LookupEnv(childVariable); ok {
+		os.Exit(child(settings))
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// childSettings are what a test wants of a sidecar process.
+type childSettings struct {
+	Address    string // of the gateway
+	StateDir   string
+	Interface  string
+	Queues     int
+	MTU        int
+	KillSwitch KillSwitch
+	// NoNftables has the kernel refuse the netlink family.
+	NoNftables bool
+	// Pin of a real gateway; zero means the toy.
+	Pin [32]byte
+}
+
+// child is the main function of a sidecar process.
+func child(settings string) int {
+	fail := func(err error) int {
+		fmt.Fprintln(os.Stderr, "FAILED:", err)
+		return 1
+	}
+	var c childSettings
+	if err := json.Unmarshal([]byte(settings), &c); err != nil {
+		return fail(err)
+	}
+	if c.NoNftables {
+		if err := refuseNetfilter(); err != nil {
+			return fail(err)
+		}
+	}
+	before := goleak.IgnoreCurrent()
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	log := slog.New(slog.NewTextHandler(os.Stderr, nil))
+	s, err := New(Config{
+		Token:    token.Token{Address: c.Address, Pin: c.Pin},
+		StateDir: c.StateDir, Interface: c.Interface, Queues: c.Queues, MTU: c.MTU,
+		KillSwitch: c.KillSwitch, Log: log,
+	})
+	if err != nil {
+		return fail(err)
+	}
+	if c.Pin == [32]byte{} {
+		s.dial = dialToy
+	}
+	err = s.Run(ctx)
+	log.Info("drops", "by_reason", s.drops.Snapshot())
+	stop()
+	signal.Reset()
+	if leaked := goleak.Find(before, goleak.IgnoreTopFunction("os/signal.loop")); leaked != nil {
+		return fail(leaked)
+	}
+	fds, e := netlab.Descriptors(os.Getpid())
+	if e != nil {
+		return fail(e)
+	}
+	for _, fd := range fds {
+		if strings.HasPrefix(fd, "socket:") || strings.Contains(fd, "tun") {
+			err = errors.Join(err, fmt.Errorf("an open descriptor was left: %s", fd))
+		}
+	}
+	if err != nil {
+		return fail(err)
+	}
+	return 0
+}
+
+// refuseNetfilter makes socket(AF_NETLINK, …, NETLINK_NETFILTER) fail as it does
+// on a kernel without netfilter netlink.
+func refuseNetfilter() error {
+	load := func(offset uint32) unix.SockFilter {
+		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: offset}
+	}
+	unless := func(k uint32, skip uint8) unix.SockFilter {
+		return unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: k, Jf: skip}
+	}
+	ret := func(k uint32) unix.SockFilter { return unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: k} }
+	// Offsets in struct seccomp_data; the arguments are 64 bits, little endian.
+	const nr, arg0, arg2 = 0, 16, 32
+	filter := []unix.SockFilter{
+		load(nr), unless(unix.SYS_SOCKET, 5),
+		load(arg0), unless(unix.AF_NETLINK, 3),
+		load(arg2), unless(unix.NETLINK_NETFILTER, 1),
+		ret(unix.SECCOMP_RET_ERRNO | uint32(unix.EPROTONOSUPPORT)),
+		ret(unix.SECCOMP_RET_ALLOW),
+	}
+	return seccomp(filter)
+}
+
+// A lab is a topology with a toy gateway in it.
+type lab struct {
+	*netlab.Topology
+	t   *testing.T
+	gw  *toyGateway
+	ctx context.Context
+	dir string
+}
+
+func newLab(t *testing.T) *lab {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Second)
+	t.Cleanup(cancel)
+	top := netlab.NewTopology(t, netlab.LinkConfig{})
+	return &lab{Topology: top, t: t, gw: newToyGateway(t, top.Gateway), ctx: ctx, dir: t.TempDir()}
+}
+
+// command prepares a sidecar process in the client's namespace.
+func (l *lab) command(c childSettings, wrapper ...string) *netlab.Cmd {
+	l.t.Helper()
+	if c.Address == "" {
+		c.Address = fmt.Sprintf("%v:%d", netlab.GatewayAddr4, toyPort)
+	}
+	if c.StateDir == "" {
+		c.StateDir = l.dir
+	}
+	settings, err := json.Marshal(c)
+	if err != nil {
+		l.t.Fatal(err)
+	}
+	args := append(wrapper, os.Args[0])
+	cmd := l.Client.Command(l.ctx, args[0], args[1:]...)
+	cmd.Env = append(os.Environ(), childVariable+"="+string(settings))
+	return cmd
+}
+
+// start starts a sidecar and waits until its tunnel carries packets.
+func (l *lab) start(c childSettings) *netlab.Cmd {
+	l.t.Helper()
+	cmd := l.command(c)
+	if err := cmd.Start(); err != nil {
+		l.t.Fatal(err)
+	}
+	if err := cmd.WaitLog(l.ctx, "msg=connected"); err != nil {
+		l.t.Fatal(err)
+	}
+	return cmd
+}
+
+func (l *lab) stop(cmd *netlab.Cmd) {
+	l.t.Helper()
+	if err := cmd.Stop(10 * time.Second); err != nil {
+		l.t.Fatalf("stop: %v\n%s", err, cmd.Log())
+	}
+}
+
+// ping waits until the address answers through the tunnel.
+func (l *lab) ping(addrs ...netip.Addr) {
+	l.t.Helper()
+	for _, a := range addrs {
+		ctx, cancel := context.WithTimeout(l.ctx, 5*time.Second)
+		if err := l.Client.WaitPing(ctx, a); err != nil {
+			l.t.Errorf("%v\n%s", err, l.dump())
+		}
+		cancel()
+	}
+}
+
+// dump shows the client's namespace.
+func (l *lab) dump() string {
+	var b strings.Builder
+	for _, args := range []string{"ip addr", "ip rule", "ip -6 rule", "ip route show table 20822", "ip -6 route show table 20822", "nft list ruleset"} {
+		f := strings.Fields(args)
+		out, _ := l.Client.Command(l.ctx, f[0], f[1:]...).CombinedOutput()
+		fmt.Fprintf(&b, "--- %s\n%s", args, out)
+	}
+	return b.String()
+}
+
+// sh runs a command in the client's namespace, which must succeed.
+func (l *lab) sh(args ...string) string {
+	l.t.Helper()
+	out, err := l.Client.Command(l.ctx, args[0], args[1:]...).CombinedOutput()
+	if err != nil {
+		l.t.Fatalf("%v: %v: %s", args, err, out)
+	}
+	return string(out)
+}
+
+// eventually waits until ok returns nil.
+func (l *lab) eventually(within time.Duration, ok func() error) {
+	l.t.Helper()
+	deadline := time.Now().Add(within)
+	for {
+		err := ok()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			l.t.Fatalf("after %v: %v\n%s", within, err, l.dump())
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}

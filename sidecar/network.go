@@ -1,0 +1,400 @@
+package sidecar
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/quicvpn/quicvpn/internal/packet"
+	"github.com/quicvpn/quicvpn/tun"
+	"github.com/quicvpn/quicvpn/tunnel"
+)
+
+// A network is what the sidecar puts into its namespace, and keeps there as it
+// is wanted whatever else changes it.
+type network struct {
+	cfg   Config
+	log   *slog.Logger
+	drops *packet.Drops
+	nl    *netlink.Handle
+
+	// changed receives a value when the kernel reports any change; moved when
+	// the way to the gateway may have become another.
+	changed chan struct{}
+	moved   chan struct{}
+	watches []*watch
+
+	// dev is nil while the device is opened again; current is nil while there is
+	// no session to take the device's packets.
+	dev     atomic.Pointer[device]
+	current atomic.Pointer[session]
+
+	mu      sync.Mutex // guards what follows
+	kill    *killSwitch
+	routes  *routing
+	heir    bool // the kill switch was there before this run
+	want    wanted
+	way     way
+	noIPv6  string // why there is no IPv6, as last said
+	trouble repeated
+}
+
+// wanted is what the namespace should look like, beside what its other
+// interfaces ask for.
+type wanted struct {
+	grant     *tunnel.Grant // nil before the first session
+	mtu       int
+	gateways  []netip.AddrPort
+	resolvers []netip.AddrPort
+}
+
+func newNetwork(cfg Config, drops *packet.Drops) (*network, error) {
+	nl, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("open netlink: %w", err)
+	}
+	n := &network{
+		cfg: cfg, log: cfg.Log, drops: drops, nl: nl,
+		changed: make(chan struct{}, 1),
+		moved:   make(chan struct{}, 1),
+		want:    wanted{mtu: cmp.Or(cfg.MTU, minIPv6MTU)},
+	}
+	return n, nil
+}
+
+// setUp does the steps up to the routes. Where it fails, takeDown undoes those
+// that were done.
+func (n *network) setUp() error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	err := n.watch()
+	if err != nil {
+		return err
+	}
+	if n.heir, err = n.killSwitchStep(); err != nil {
+		return err
+	}
+	if err := n.openDevice(); err != nil {
+		return err
+	}
+	n.routes = newRouting(n.nl)
+	return n.syncLocked()
+}
+
+// watch listens for changes, from before the first of our own.
+func (n *network) watch() error {
+	w, err := newWatch(unix.NETLINK_ROUTE, routeGroups, n.changed)
+	if err != nil {
+		return err
+	}
+	n.watches = append(n.watches, w)
+	if n.cfg.KillSwitch == KillSwitchOff {
+		return nil
+	}
+	if w, err = newWatch(unix.NETLINK_NETFILTER, 1<<(unix.NFNLGRP_NFTABLES-1), n.changed); err != nil {
+		return explainNftables(err)
+	}
+	n.watches = append(n.watches, w)
+	return nil
+}
+
+// killSwitchStep sets the rules before there is a device. heir says that an
+// earlier run left them.
+func (n *network) killSwitchStep() (heir bool, err error) {
+	if n.cfg.KillSwitch == KillSwitchOff {
+		n.log.Warn("the kill switch is off: while there is no tunnel, traffic may leave beside it")
+		// Without rights, or without nftables, there is none to remove.
+		if stands, err := killSwitchStands(); err != nil || !stands {
+			return false, nil
+		}
+		return false, removeKillSwitch()
+	}
+	heir, err = killSwitchStands()
+	if err != nil {
+		return false, explainNftables(err)
+	}
+	links, err := uplinks(n.nl, n.cfg.Interface)
+	if err != nil {
+		return heir, err
+	}
+	k := &killSwitch{log: n.log}
+	if err := k.want(n.policyLocked(links)); err != nil {
+		return heir, err
+	}
+	n.kill = k
+	return heir, nil
+}
+
+func (n *network) policyLocked(links []uplink) policy {
+	p := policy{tun: n.cfg.Interface, gateways: n.want.gateways, resolvers: n.want.resolvers, uplinks: links}
+	if g := n.want.grant; g != nil {
+		p.own, p.peers, p.gatewaySelf = g.Addresses, g.Peers, g.Gateway
+	}
+	return p
+}
+
+// takeDown undoes setUp, last step first. After a graceful stop the kill switch
+// goes, unless it is to be kept; after a failed start it goes if it was not
+// there before.
+func (n *network) takeDown(graceful bool) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var errs []error
+	for _, w := range n.watches {
+		errs = append(errs, w.Close())
+	}
+	if n.routes != nil {
+		errs = append(errs, n.routes.remove())
+	}
+	if dev := n.dev.Load(); dev != nil {
+		errs = append(errs, dev.Close())
+	}
+	switch {
+	case n.kill == nil:
+	case n.cfg.KillSwitch == KillSwitchKeep && (graceful || n.heir), !graceful && n.heir:
+		n.log.Warn("the kill switch stays: nothing leaves this namespace; to remove it: nft delete table inet " + killSwitchTable)
+	default:
+		errs = append(errs, removeKillSwitch())
+	}
+	n.nl.Close()
+	return errors.Join(errs...)
+}
+
+// report says once what was set up.
+func (n *network) report() {
+	dev := n.dev.Load()
+	n.log.Info("the namespace is set up",
+		"interface", n.cfg.Interface, "queues", len(dev.queues), "offloads", dev.dev.Offloads().String(),
+		"kill_switch", n.cfg.KillSwitch.String(), "table", Table, "mark", fmt.Sprintf("%#x", Mark))
+}
+
+// syncLocked makes the namespace what it should be.
+func (n *network) syncLocked() error {
+	links, err := uplinks(n.nl, n.cfg.Interface)
+	if err != nil {
+		return err
+	}
+	if n.kill != nil {
+		if err := n.kill.want(n.policyLocked(links)); err != nil {
+			return err
+		}
+	}
+	n.noticeLocked(links)
+	dev := n.dev.Load()
+	if dev == nil {
+		return nil // being opened again
+	}
+	v4, v6 := n.grantedLocked()
+	if err := dev.want(n.nl, n.want.mtu, slices.Concat(v4, v6)); err != nil {
+		return err
+	}
+	kind := func(addrs []netip.Addr) routeKind {
+		if len(addrs) > 0 {
+			return intoTunnel
+		}
+		return unreachable
+	}
+	return n.routes.want(dev.dev.Index(), links, kind(v4), kind(v6))
+}
+
+// grantedLocked returns the addresses that the device gets, and says where they
+// are fewer than were granted.
+func (n *network) grantedLocked() (v4, v6 []netip.Addr) {
+	if n.want.grant == nil {
+		return nil, nil
+	}
+	for _, a := range n.want.grant.Addresses {
+		if a.Is4() {
+			v4 = append(v4, a)
+		} else {
+			v6 = append(v6, a)
+		}
+	}
+	why := ""
+	switch off := ipv6Off(n.cfg.Interface); {
+	case off != "":
+		why = off
+	case len(v6) == 0:
+		why = "the gateway granted no IPv6 address"
+	case n.want.mtu < minIPv6MTU:
+		why = fmt.Sprintf("the path carries packets of %d bytes, and IPv6 needs %d", n.want.mtu, minIPv6MTU)
+	}
+	if why != n.noIPv6 {
+		if why != "" {
+			n.log.Warn("no IPv6 through the tunnel; IPv6 destinations are unreachable", "why", why)
+		} else {
+			n.log.Info("IPv6 goes through the tunnel")
+		}
+		n.noIPv6 = why
+	}
+	if why != "" {
+		v6 = nil
+	}
+	return v4, v6
+}
+
+// A way is what the way to the gateway looks like: the uplinks, and for each of
+// the gateway's addresses the route to it.
+type way struct {
+	links  string
+	routes map[netip.AddrPort]string
+}
+
+// noticeLocked tells the connector when the way to the gateway has changed.
+func (n *network) noticeLocked(links []uplink) {
+	now := way{routes: make(map[netip.AddrPort]string)}
+	for _, u := range links {
+		now.links += fmt.Sprintln(u.name, u.flags, u.addrs)
+	}
+	for _, g := range n.want.gateways {
+		routes, err := n.nl.RouteGetWithOptions(g.Addr().AsSlice(), &netlink.RouteGetOptions{Mark: Mark})
+		text := fmt.Sprintln(err)
+		for _, r := range routes {
+			text += fmt.Sprintln(r.LinkIndex, r.Src, r.Gw)
+		}
+		now.routes[g] = text
+	}
+	changed := n.way.routes != nil && now.links != n.way.links
+	for g, text := range now.routes {
+		// An address that was not dialled before is no change of the way.
+		if before, ok := n.way.routes[g]; ok && before != text {
+			changed = true
+		}
+	}
+	n.way = now
+	if changed {
+		kick(n.moved)
+	}
+}
+
+// keep repairs what something else has changed, until ctx ends.
+func (n *network) keep(ctx context.Context) error {
+	const (
+		// Changes come in bursts.
+		settle = 50 * time.Millisecond
+		// Should the kernel's reports fail, the look that nobody asked for.
+		anyway = 5 * time.Second
+	)
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-n.changed:
+		case <-time.After(anyway):
+		}
+		n.mu.Lock()
+		err := n.syncLocked()
+		n.mu.Unlock()
+		n.complain(err)
+		sleep(ctx, settle)
+	}
+}
+
+// complain logs what could not be set, not each time.
+func (n *network) complain(err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if err == nil {
+		n.trouble = repeated{}
+		return
+	}
+	if times, say := n.trouble.say(err.Error(), time.Now()); say {
+		n.log.Error("cannot keep the namespace as it should be; trying again", "error", err, "times", times)
+	}
+}
+
+// allowGateways tells the kill switch where gateways will be dialled.
+func (n *network) allowGateways(gateways []netip.AddrPort) {
+	n.update(func(w *wanted) { w.gateways = gateways })
+}
+
+// allowResolver tells the kill switch which name server will be asked.
+func (n *network) allowResolver(server netip.AddrPort) {
+	n.update(func(w *wanted) {
+		if !slices.Contains(w.resolvers, server) {
+			w.resolvers = append(slices.Clone(w.resolvers), server)
+		}
+	})
+}
+
+// update changes what is wanted, and makes it so before it returns. What does
+// not succeed is complained of, and tried again by keep.
+func (n *network) update(change func(*wanted)) {
+	n.mu.Lock()
+	change(&n.want)
+	err := n.syncLocked()
+	n.mu.Unlock()
+	n.complain(err)
+}
+
+// adopt makes a session the one that packets go to, and returns the sink for
+// those that come from it.
+func (n *network) adopt(s session) tunnel.Sink {
+	grant, mtu := s.Grant(), n.capMTU(s.MTU())
+	for i, a := range grant.Addresses {
+		grant.Addresses[i] = a.Unmap()
+	}
+	n.mu.Lock()
+	before := n.want.grant
+	n.mu.Unlock()
+	n.update(func(w *wanted) { w.grant, w.mtu = &grant, mtu })
+	n.current.Store(&s)
+	if before == nil || !slices.Equal(before.Addresses, grant.Addresses) || before.Network != grant.Network {
+		n.log.Info("this namespace's place in the network", "network", grant.Network, "addresses", grant.Addresses, "mtu", mtu)
+	}
+	return &inbox{device: n.dev.Load, own: grant.Addresses, drops: n.drops}
+}
+
+// session returns the session that takes the device's packets, or nil.
+func (n *network) session() session {
+	if s := n.current.Load(); s != nil {
+		return *s
+	}
+	return nil
+}
+
+// release takes the place from a session that has ended.
+func (n *network) release(s session) {
+	if p := n.current.Load(); p != nil && *p == s {
+		n.current.CompareAndSwap(p, nil)
+	}
+}
+
+// resize follows a session's MTU.
+func (n *network) resize(s session) {
+	mtu := n.capMTU(s.MTU())
+	n.update(func(w *wanted) { w.mtu = mtu })
+	n.log.Info("the path's MTU changed", "mtu", mtu)
+}
+
+// capMTU is the device's MTU for a session's. The least is what every IPv4 host
+// must take (RFC 791, section 3.1).
+func (n *network) capMTU(mtu int) int {
+	if n.cfg.MTU != 0 {
+		mtu = min(mtu, n.cfg.MTU)
+	}
+	return max(mtu, 576)
+}
+
+// openDevice opens the TUN device, which must not be there yet.
+func (n *network) openDevice() error {
+	if l, err := n.nl.LinkByName(n.cfg.Interface); err == nil {
+		return fmt.Errorf("open TUN device: there is an interface %s (%s) already: choose another name with --interface, or remove it: ip link delete %[1]s", n.cfg.Interface, l.Type())
+	}
+	dev, err := openDevice(tun.Config{Name: n.cfg.Interface, Queues: n.cfg.Queues, MTU: n.want.mtu, Drops: n.drops})
+	if err != nil {
+		return fmt.Errorf("open TUN device: %w", err)
+	}
+	n.dev.Store(dev)
+	return nil
+}

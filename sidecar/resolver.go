@@ -1,0 +1,141 @@
+package sidecar
+
+import (
+	"bufio"
+	"bytes"
+	"cmp"
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// A resolver finds the gateway's addresses, past the tunnel: its sockets have
+// our mark, so that neither a dead tunnel nor the kill switch is in the way.
+//
+// Docker's own name server, 127.0.0.11, asks others from this namespace without
+// our mark, and gets no answer while there is no tunnel. Newer engines write
+// into resolv.conf which ones it asks: those are then asked directly.
+type resolver struct {
+	// allow is called with a name server before it is asked. Required.
+	allow func(server netip.AddrPort)
+	// conf is the path of resolv.conf; empty means /etc/resolv.conf.
+	conf string
+}
+
+// patience is how long the name servers of resolv.conf have before those behind
+// Docker's are asked too.
+const patience = time.Second
+
+// lookup returns the addresses of a host, by /etc/hosts and DNS.
+func (r *resolver) lookup(ctx context.Context, host string) ([]netip.Addr, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	results := make(chan resolution, 2)
+	ask := func(dial func(ctx context.Context, network, server string) (net.Conn, error)) {
+		res := net.Resolver{PreferGo: true, Dial: dial}
+		go func() {
+			addrs, err := res.LookupNetIP(ctx, "ip", host)
+			results <- resolution{addrs, err}
+		}()
+	}
+	ask(r.dial)
+	pending := 1
+	behind := r.behindDocker()
+	direct := func() {
+		if len(behind) == 0 {
+			return
+		}
+		servers := behind
+		behind = nil
+		pending++
+		var turn atomic.Uint32
+		ask(func(ctx context.Context, network, _ string) (net.Conn, error) {
+			server := servers[int(turn.Add(1)-1)%len(servers)]
+			return r.dial(ctx, network, netip.AddrPortFrom(server, 53).String())
+		})
+	}
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	for {
+		select {
+		case <-timer.C:
+			direct()
+		case res := <-results:
+			if res.err == nil {
+				return res.addrs, nil
+			}
+			direct()
+			if pending--; pending == 0 {
+				return nil, res.err
+			}
+		}
+	}
+}
+
+// dial opens a marked socket to a name server.
+func (r *resolver) dial(ctx context.Context, network, server string) (net.Conn, error) {
+	addr, err := netip.ParseAddrPort(server)
+	if err != nil {
+		return nil, fmt.Errorf("name server %q: %w", server, err)
+	}
+	if !addr.Addr().IsLoopback() {
+		r.allow(netip.AddrPortFrom(addr.Addr().Unmap().WithZone(""), addr.Port()))
+	}
+	d := net.Dialer{Control: func(_, _ string, c syscall.RawConn) error {
+		var err error
+		if e := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MARK, Mark) }); e != nil {
+			return e
+		}
+		return err
+	}}
+	return d.DialContext(ctx, network, server)
+}
+
+func (r *resolver) behindDocker() []netip.Addr {
+	conf, err := os.ReadFile(cmp.Or(r.conf, "/etc/resolv.conf"))
+	if err != nil {
+		return nil // the resolver itself will say so
+	}
+	return dockerServers(conf)
+}
+
+// dockerServers returns the name servers that Docker says it asks, in a
+// resolv.conf whose only name servers are loopback addresses:
+//
+//	nameserver 127.0.0.11
+//	# ExtServers: [192.0.2.53 host(127.0.0.53)]
+//
+// Those in host(…) are asked from the host, so that Docker's own works.
+func dockerServers(conf []byte) []netip.Addr {
+	var servers []netip.Addr
+	for lines := bufio.NewScanner(bytes.NewReader(conf)); lines.Scan(); {
+		line := lines.Text()
+		if f := strings.Fields(line); len(f) > 1 && f[0] == "nameserver" {
+			if a, err := netip.ParseAddr(f[1]); err != nil || !a.IsLoopback() {
+				return nil
+			}
+		}
+		list, ok := strings.CutPrefix(line, "# ExtServers: [")
+		if !ok {
+			continue
+		}
+		list, ok = strings.CutSuffix(strings.TrimSpace(list), "]")
+		if !ok {
+			continue
+		}
+		for _, f := range strings.Fields(list) {
+			if a, err := netip.ParseAddr(f); err == nil && !a.IsLoopback() && a.IsValid() {
+				servers = append(servers, a)
+			}
+		}
+	}
+	return servers
+}
