@@ -87,3 +87,27 @@ func TestAppend(t *testing.T) {
 		t.Errorf("got %s", got)
 	}
 }
+
+// FuzzParsers holds what is accepted to what its users rely on.
+func FuzzParsers(f *testing.F) {
+	for _, s := range []string{"", "10.0.0.0/8", "fd00::/64", ":443", "[::]:443", "quicvpn0", "24h", "1280", "a\nb"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		if p, err := Prefix(s); err == nil && (p != p.Masked() || p.Addr().Zone() != "") {
+			t.Errorf("Prefix(%q) = %v", s, p)
+		}
+		if a, err := ListenAddr(s); err == nil && (!a.IsValid() || a.Port() == 0) {
+			t.Errorf("ListenAddr(%q) = %v", s, a)
+		}
+		if name, err := Interface(s); err == nil && (len(name) < 1 || len(name) > 15 || strings.ContainsAny(name, "/ \n")) {
+			t.Errorf("Interface(%q) = %q", s, name)
+		}
+		if text, err := String(s); err == nil && (text == "" || strings.Contains(text, "\n")) {
+			t.Errorf("String(%q) = %q", s, text)
+		}
+		if d, err := Duration(s); err == nil && d < 0 {
+			t.Errorf("Duration(%q) = %v", s, d)
+		}
+	})
+}
