@@ -1,0 +1,245 @@
+// Command quicvpn carries the traffic of a network namespace through QUIC to a
+// gateway. This package turns flags, environment and signals into the
+// configuration of the roles; what they do is in packages of their own.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/quicvpn/quicvpn/gateway"
+	"github.com/quicvpn/quicvpn/internal/settings"
+	"github.com/quicvpn/quicvpn/internal/token"
+	"github.com/quicvpn/quicvpn/sidecar"
+)
+
+// Exit codes.
+const (
+	exitOK      = 0
+	exitFailure = 1
+	exitUsage   = 2
+)
+
+const (
+	gatewayDir = "/var/lib/quicvpn/gateway"
+	sidecarDir = "/var/lib/quicvpn/sidecar"
+)
+
+func main() {
+	os.Exit(run(os.Args, os.Stdout, os.Stderr, settings.Sources{
+		LookupEnv: os.LookupEnv,
+		Secrets:   "/run/secrets",
+	}))
+}
+
+// run is main without the process: it returns the exit code.
+func run(args []string, stdout, stderr io.Writer, sources settings.Sources) int {
+	err := newApp(stdout, stderr, sources).Run(args)
+	if err == nil {
+		return exitOK
+	}
+	// Joined errors stand one a line; a message is one line.
+	fmt.Fprintln(stderr, "quicvpn:", strings.ReplaceAll(err.Error(), "\n", "; "))
+	var usage *usageError
+	var help cli.ExitCoder // of the help command, about a topic it does not have
+	if errors.As(err, &usage) || errors.As(err, &help) {
+		return exitUsage
+	}
+	return exitFailure
+}
+
+// newApp returns the command line. It is made anew for each run because flags
+// hold their values.
+func newApp(stdout, stderr io.Writer, sources settings.Sources) *cli.App {
+	logs := &logging{format: "text", level: slog.LevelInfo, out: stderr}
+	app := &cli.App{
+		Name:  "quicvpn",
+		Usage: "a network namespace's traffic through QUIC",
+		Description: "Every flag --some-flag may also stand in QUICVPN_SOME_FLAG, in the file that\n" +
+			"QUICVPN_SOME_FLAG_FILE names, or in /run/secrets/quicvpn_some_flag. The first of\n" +
+			"these that is set wins; a flag on the command line wins over all.",
+		Flags: logs.flags(),
+		Commands: []*cli.Command{
+			{
+				Name:        "gateway",
+				Usage:       "where tunnels end: make one, run one",
+				Subcommands: []*cli.Command{initCommand(), gatewayCommand(logs)},
+			},
+			tokenCommand(),
+			sidecarCommand(logs),
+			versionCommand(),
+		},
+		HideVersion:    true,
+		Writer:         stdout,
+		ErrWriter:      stderr,
+		ExitErrHandler: func(*cli.Context, error) {}, // run prints errors, once
+		OnUsageError:   flagError,
+		Before:         fill(sources),
+		Action:         missingCommand,
+	}
+	finish(app.Commands, sources)
+	return app
+}
+
+// logging is the log of the long-lived roles.
+type logging struct {
+	format string
+	level  slog.Level
+	out    io.Writer
+}
+
+// flags returns the flags of the log, which stand before or after the command.
+func (l *logging) flags() []cli.Flag {
+	return []cli.Flag{
+		flag("log-format", settings.Var(&l.format, l.format, settings.OneOf("text", "json")), "`FORMAT` of the log: text or json"),
+		flag("log-level", settings.Var(&l.level, strings.ToLower(l.level.String()), logLevel), "least `LEVEL` that is logged: debug, info, warn or error"),
+	}
+}
+
+func logLevel(s string) (l slog.Level, err error) {
+	if l.UnmarshalText([]byte(s)) != nil {
+		err = errors.New("must be one of debug, info, warn, error")
+	}
+	return l, err
+}
+
+func (l *logging) logger() *slog.Logger {
+	options := &slog.HandlerOptions{Level: l.level}
+	if l.format == "json" {
+		return slog.New(slog.NewJSONHandler(l.out, options))
+	}
+	return slog.New(slog.NewTextHandler(l.out, options))
+}
+
+// serve runs a role until it fails or a signal ends it. A second signal ends
+// the process at once.
+func serve(ctx context.Context, log *slog.Logger, run func(context.Context) error) error {
+	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	defer context.AfterFunc(ctx, func() {
+		stop()
+		log.Info("stopping; a second signal stops at once")
+	})()
+	return run(ctx)
+}
+
+func stateDir(dir *string, shown, usage string) cli.Flag {
+	*dir = shown
+	return flag("state-dir", settings.Var(dir, shown, settings.String), usage)
+}
+
+func initCommand() *cli.Command {
+	var o gateway.InitOptions
+	return &cli.Command{
+		Name:  "init",
+		Usage: "make a gateway's identity and print its first join token",
+		Flags: []cli.Flag{
+			stateDir(&o.Dir, gatewayDir, "`DIR` for the identity, tokens and addresses"),
+			flag("address", settings.Var(&o.Address, "", dialAddress), "`HOST:PORT` at which clients reach the gateway (UDP); required"),
+			flag("pool", settings.Var(&o.Pool4, "10.91.0.0/16", settings.Prefix), "IPv4 `PREFIX` of the clients' addresses"),
+			flag("pool6", settings.Var(&o.Pool6, "a random fdxx:xxxx:xxxx::/64", settings.Prefix), "IPv6 `PREFIX` of the clients' addresses"),
+		},
+		Action: func(c *cli.Context) error {
+			if o.Address == "" {
+				return usagef("no address: give --address HOST:PORT, the name or IP address and the UDP port at which clients reach this gateway")
+			}
+			t, err := gateway.Init(o)
+			if err != nil {
+				return err
+			}
+			fmt.Fprintf(c.App.ErrWriter, "The gateway's identity is in %s: keep a backup, clients know the gateway by it. Start it:\n\n"+
+				"    quicvpn gateway run --state-dir %s\n\n", o.Dir, o.Dir)
+			return printToken(c, t)
+		},
+	}
+}
+
+func dialAddress(s string) (string, error) {
+	if token.CheckAddress(s) != nil {
+		return "", errors.New("not an address that clients can dial: write it as gw.example.com:443, 192.0.2.1:443 or [2001:db8::1]:443")
+	}
+	return s, nil
+}
+
+func gatewayCommand(logs *logging) *cli.Command {
+	cfg := gateway.Config{Listen: netip.MustParseAddrPort("[::]:443")}
+	return &cli.Command{
+		Name:  "run",
+		Usage: "run a gateway until a signal stops it",
+		Flags: append([]cli.Flag{
+			stateDir(&cfg.StateDir, gatewayDir, "`DIR` that \"gateway init\" filled"),
+			flag("listen", settings.Var(&cfg.Listen, cfg.Listen.String(), settings.ListenAddr), "UDP `IP:PORT` to listen on"),
+			flag("interface", settings.Var(&cfg.Interface, "quicvpn-gw", settings.Interface), "`NAME` of the TUN device"),
+			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int), "`NUMBER` of queues of the TUN device, 1 to 256"),
+			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int), "largest packet in `BYTES`, 1280 to 1500"),
+		}, logs.flags()...),
+		Action: func(c *cli.Context) error {
+			cfg.Log = logs.logger()
+			return serve(c.Context, cfg.Log, func(ctx context.Context) error {
+				g, err := gateway.New(cfg)
+				if err != nil {
+					return err
+				}
+				return g.Run(ctx)
+			})
+		},
+	}
+}
+
+func sidecarCommand(logs *logging) *cli.Command {
+	var cfg sidecar.Config
+	var inArguments bool
+	return &cli.Command{
+		Name:  "sidecar",
+		Usage: "carry this network namespace's traffic to a gateway until a signal stops it",
+		Flags: append([]cli.Flag{
+			&cli.StringFlag{Name: "token-file", Usage: "`FILE` that holds the join token [$" + settings.EnvName("token-file") + "]"},
+			flag("token", settings.Var(&cfg.Token, "", token.Parse), "the join `TOKEN` itself; anyone can see it in ps"),
+			stateDir(&cfg.StateDir, sidecarDir, "`DIR` for the client's key"),
+			flag("interface", settings.Var(&cfg.Interface, "quicvpn0", settings.Interface), "`NAME` of the TUN device"),
+			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int), "`NUMBER` of queues of the TUN device, 1 to 256"),
+			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int), "largest packet in `BYTES`, 1280 to 1500"),
+			flag("kill-switch", settings.Var(&cfg.KillSwitch, cfg.KillSwitch.String(), killSwitch), "`WHEN` rules block what would leave beside the tunnel: on (until a graceful stop), keep (after it too) or off"),
+		}, logs.flags()...),
+		Before: func(c *cli.Context) error {
+			inArguments = c.IsSet("token")
+			return nil
+		},
+		Action: func(c *cli.Context) error {
+			if cfg.Token == (token.Token{}) {
+				return usagef("no join token: give --token-file FILE, or the file as QUICVPN_TOKEN_FILE or /run/secrets/quicvpn_token; " +
+					`"quicvpn gateway init" and "quicvpn token create" print tokens`)
+			}
+			cfg.Log = logs.logger()
+			if inArguments {
+				cfg.Log.Warn("--token shows the join token to everybody who can run ps on this host: use --token-file")
+			}
+			return serve(c.Context, cfg.Log, func(ctx context.Context) error {
+				s, err := sidecar.New(cfg)
+				if err != nil {
+					return err
+				}
+				return s.Run(ctx)
+			})
+		},
+	}
+}
+
+func killSwitch(s string) (sidecar.KillSwitch, error) {
+	for _, k := range []sidecar.KillSwitch{sidecar.KillSwitchOn, sidecar.KillSwitchKeep, sidecar.KillSwitchOff} {
+		if s == k.String() {
+			return k, nil
+		}
+	}
+	return 0, errors.New("must be one of on, keep, off")
+}

@@ -1,0 +1,425 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/quicvpn/quicvpn/gateway"
+	"github.com/quicvpn/quicvpn/internal/netlab"
+	"github.com/quicvpn/quicvpn/internal/token"
+)
+
+// binary is the command as users have it, built once for all tests.
+var binary string
+
+// stuckEnv makes the test binary a role that does not end by itself.
+const stuckEnv = "QUICVPN_TEST_STUCK"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(stuckEnv) != "" {
+		serve(context.Background(), slog.New(slog.NewTextHandler(os.Stderr, nil)), stuck)
+		os.Exit(exitOK)
+	}
+	os.Exit(testMain(m))
+}
+
+func testMain(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "quicvpn-test-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "make a directory for the binary:", err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	binary = filepath.Join(dir, "quicvpn")
+	build := exec.Command("go", "build", "-o", binary, ".")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		fmt.Fprintf(os.Stderr, "build the binary: %v\n%s", err, out)
+		return 1
+	}
+	return m.Run()
+}
+
+// stuck is a role that does not heed its context.
+func stuck(context.Context) error {
+	fmt.Fprintln(os.Stderr, "stuck role runs")
+	select {}
+}
+
+// result is what a process left.
+type result struct {
+	code           int
+	stdout, stderr string
+}
+
+// quicvpn runs the binary with an environment of these variables alone.
+func quicvpn(t *testing.T, env []string, args ...string) result {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, binary, args...)
+	cmd.Env = env
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	err := cmd.Run()
+	if exit := (*exec.ExitError)(nil); err != nil && !errors.As(err, &exit) {
+		t.Fatalf("run %v: %v", args, err)
+	}
+	return result{cmd.ProcessState.ExitCode(), stdout.String(), stderr.String()}
+}
+
+func TestBadUsage(t *testing.T) {
+	const secret = "qv1_c2VjcmV0" // damaged, so that it is an error that could repeat it
+	file := filepath.Join(t.TempDir(), "token")
+	if err := os.WriteFile(file, []byte(secret+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	tests := []struct {
+		args string
+		env  []string
+		want string
+	}{
+		{args: "", want: `"quicvpn" needs a command: gateway, token, sidecar, version, help; "quicvpn --help" explains them`},
+		{args: "gatway run", want: `"quicvpn" has no command "gatway": it has gateway, token, sidecar, version, help`},
+		{args: "--verbose", want: `unknown flag --verbose; "quicvpn --help" lists the flags`},
+		{args: "--log-format xml version", want: `--log-format: must be one of text, json; "quicvpn --help" lists the flags`},
+		{args: "--log-level loud version", want: `--log-level: must be one of debug, info, warn, error; "quicvpn --help" lists the flags`},
+		{args: "version", env: []string{"QUICVPN_LOG_LEVEL=loud"}, want: `QUICVPN_LOG_LEVEL: must be one of debug, info, warn, error`},
+		{args: "version now", want: `unexpected argument "now"; "quicvpn version --help" shows how it is used`},
+		{args: "help nothing", want: `No help topic for 'nothing'`},
+
+		{args: "gateway", want: `"quicvpn gateway" needs a command: init, run; "quicvpn gateway --help" explains them`},
+		{args: "gateway start", want: `"quicvpn gateway" has no command "start": it has init, run`},
+		{args: "gateway init", want: `no address: give --address HOST:PORT, the name or IP address and the UDP port at which clients reach this gateway`},
+		{args: "gateway init --address gw.example.com", want: `--address: not an address that clients can dial: write it as gw.example.com:443, 192.0.2.1:443 or [2001:db8::1]:443; "quicvpn gateway init --help" lists the flags`},
+		{args: "gateway init --pool 10.1.2.3/16", want: `--pool: the address has bits beyond the prefix length: write the first address of the prefix; "quicvpn gateway init --help" lists the flags`},
+		{args: "gateway init extra", want: `unexpected argument "extra"; "quicvpn gateway init --help" shows how it is used`},
+		{args: "gateway run --mtu", want: `--mtu needs a value; "quicvpn gateway run --help" lists the flags`},
+		{args: "gateway run --mtu big", want: `--mtu: not a whole number; "quicvpn gateway run --help" lists the flags`},
+		{args: "gateway run --listen 443", want: `--listen: not an IP address and a port: write it as [::]:443, 0.0.0.0:443 or :443; "quicvpn gateway run --help" lists the flags`},
+		{args: "gateway run --interface a/b", want: `--interface: not a device name: 1 to 15 characters without /, :, % and spaces; "quicvpn gateway run --help" lists the flags`},
+		{args: "gateway run --interfaces a", want: `unknown flag --interfaces; "quicvpn gateway run --help" lists the flags`},
+		{args: "gateway run now", want: `unexpected argument "now"; "quicvpn gateway run --help" shows how it is used`},
+		{args: "gateway run", env: []string{"QUICVPN_QUEUES=many"}, want: `QUICVPN_QUEUES: not a whole number`},
+
+		{args: "token", want: `"quicvpn token" needs a command: create, list, revoke; "quicvpn token --help" explains them`},
+		{args: "token create --allow 10.0.0.1", want: `--allow: not an address prefix: write it as 192.0.2.0/24 or 2001:db8::/32; "quicvpn token create --help" lists the flags`},
+		{args: "token create --expires 1d", want: `--expires: not a time span: write it as 30m, 24h or 720h; "quicvpn token create --help" lists the flags`},
+		{args: "token create --uses some", want: `--uses: not a whole number; "quicvpn token create --help" lists the flags`},
+		{args: "token create laptop", want: `unexpected argument "laptop"; "quicvpn token create --help" shows how it is used`},
+		{args: "token list --json=maybe", want: `--json: must be true or false; "quicvpn token list --help" lists the flags`},
+		{args: "token list all", want: `unexpected argument "all"; "quicvpn token list --help" shows how it is used`},
+		{args: "token revoke", want: `"quicvpn token revoke" needs ID|NAME; "quicvpn token revoke --help" shows how it is used`},
+		{args: "token revoke a b", want: `unexpected argument "b"; "quicvpn token revoke --help" shows how it is used`},
+		{args: "token revoke a --state-dir /x", want: `put flags before "a": what follows an argument is not read as a flag`},
+
+		{args: "sidecar", want: `no join token: give --token-file FILE, or the file as QUICVPN_TOKEN_FILE or /run/secrets/quicvpn_token; "quicvpn gateway init" and "quicvpn token create" print tokens`},
+		{args: "sidecar --token " + secret, want: `--token: the join token is damaged or incomplete: copy it again; "quicvpn sidecar --help" lists the flags`},
+		{args: "sidecar --token-file " + file, want: `--token-file ` + file + `: the join token is damaged or incomplete: copy it again`},
+		{args: "sidecar", env: []string{"QUICVPN_TOKEN_FILE=" + file}, want: `QUICVPN_TOKEN_FILE ` + file + `: the join token is damaged or incomplete: copy it again`},
+		{args: "sidecar", env: []string{"QUICVPN_TOKEN=" + secret}, want: `QUICVPN_TOKEN: the join token is damaged or incomplete: copy it again`},
+		{args: "sidecar", env: []string{"QUICVPN_TOKEN=" + secret, "QUICVPN_TOKEN_FILE=" + file}, want: `QUICVPN_TOKEN and QUICVPN_TOKEN_FILE are both set: unset one of them`},
+		{args: "sidecar --token x --token-file x", want: `--token: the join token does not start with qv1_: copy all of the line that ` + "`quicvpn token create`" + ` printed; "quicvpn sidecar --help" lists the flags`},
+		{args: "sidecar --token-file /nowhere/token", want: `--token-file /nowhere/token: there is no such file: check the path`},
+		{args: "sidecar --token-file /", want: `--token-file /: it is a directory (Docker makes one where the file to mount does not exist): check the path on the host`},
+		{args: "sidecar --token-file " + file + " up", want: `--token-file ` + file + `: the join token is damaged or incomplete: copy it again`},
+	}
+	for _, tt := range tests {
+		t.Run(strings.Join(append(tt.env, tt.args), " "), func(t *testing.T) {
+			got := quicvpn(t, tt.env, strings.Fields(tt.args)...)
+			if want := (result{exitUsage, "", "quicvpn: " + tt.want + "\n"}); got != want {
+				t.Errorf("got  %+v\nwant %+v", got, want)
+			}
+			if strings.Contains(got.stderr, secret) {
+				t.Error("the error repeats the token")
+			}
+		})
+	}
+}
+
+func TestHelp(t *testing.T) {
+	for _, args := range []string{"--help", "-h", "help", "gateway --help", "gateway init --help", "gateway run -h",
+		"token create --help", "token list --help", "token revoke --help", "sidecar --help", "version --help"} {
+		got := quicvpn(t, nil, strings.Fields(args)...)
+		if got.code != exitOK || got.stderr != "" || !strings.Contains(got.stdout, "USAGE:") {
+			t.Errorf("%s: %+v", args, got)
+		}
+	}
+}
+
+func TestVersion(t *testing.T) {
+	got := quicvpn(t, nil, "version")
+	if got.code != exitOK || got.stderr != "" {
+		t.Fatalf("%+v", got)
+	}
+	for _, want := range []string{"quicvpn ", "\ngo go1.", "\nquic-go v0."} {
+		if !strings.Contains(got.stdout, want) {
+			t.Errorf("%q is not in %q", want, got.stdout)
+		}
+	}
+}
+
+func TestPrintVersion(t *testing.T) {
+	info := &debug.BuildInfo{
+		Main: debug.Module{Version: "v1.2.3"},
+		Deps: []*debug.Module{{Path: "github.com/quic-go/qpack", Version: "v0.6.0"}, {Path: "github.com/quic-go/quic-go", Version: "v0.65.0"}},
+		Settings: []debug.BuildSetting{
+			{Key: "vcs.revision", Value: "abc"}, {Key: "vcs.time", Value: "2026-01-02T03:04:05Z"}, {Key: "vcs.modified", Value: "true"}},
+	}
+	goLine := fmt.Sprintf("go %s %s/%s\n", runtime.Version(), runtime.GOOS, runtime.GOARCH)
+	for _, tt := range []struct {
+		info *debug.BuildInfo
+		want string
+	}{
+		{info, "quicvpn v1.2.3\ncommit abc 2026-01-02T03:04:05Z (modified)\n" + goLine + "quic-go v0.65.0\n"},
+		{new(debug.BuildInfo), "quicvpn (unknown)\n" + goLine},
+	} {
+		var got strings.Builder
+		if err := printVersion(&got, tt.info); err != nil || got.String() != tt.want {
+			t.Errorf("error %v, got %q, want %q", err, got.String(), tt.want)
+		}
+	}
+}
+
+// TestTokens makes a gateway and goes through the life of its tokens.
+func TestTokens(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "gateway")
+	env := []string{"QUICVPN_STATE_DIR=" + dir}
+
+	fails(t, env, "quicvpn: list tokens: stat "+dir+": no such file or directory: run `quicvpn gateway init`, or name the directory where it was run",
+		"token", "list")
+
+	first := tokenOf(t, quicvpn(t, env, "gateway", "init", "--address", "gw.example.com:443"))
+	if first.Address != "gw.example.com:443" {
+		t.Errorf("the token names %s", first.Address)
+	}
+	fails(t, env, "quicvpn: init gateway: "+dir+" already holds a gateway's identity: make another join token with `quicvpn token create`, or choose another directory",
+		"gateway", "init", "--address", "gw.example.com:443")
+
+	// The values of a list: repeated, and with commas.
+	second := tokenOf(t, quicvpn(t, env, "token", "create", "--name", "laptop", "--network", "office", "--uses", "2", "--expires", "24h",
+		"--allow", "10.20.0.0/16,10.30.0.0/16", "--allow", "2001:db8::/32"))
+	if second.Address != first.Address || second.Pin != first.Pin || second.Secret == first.Secret {
+		t.Error("the second token is not one of the same gateway with a secret of its own")
+	}
+	fails(t, env, `quicvpn: create token: the network name "My Network" is not 1 to 63 of the characters a-z, 0-9 and -`,
+		"token", "create", "--network", "My Network")
+
+	rows := listTokens(t, env)
+	want := []tokenRow{
+		{Name: "first", Network: "default", State: "active"},
+		{Name: "laptop", Network: "office", State: "active", Uses: 2, Allow: []netip.Prefix{
+			netip.MustParsePrefix("10.20.0.0/16"), netip.MustParsePrefix("10.30.0.0/16"), netip.MustParsePrefix("2001:db8::/32")}},
+	}
+	ignore := cmpopts.IgnoreFields(tokenRow{}, "ID", "Created", "Expires")
+	equate := cmpopts.EquateComparable(netip.Prefix{})
+	if diff := cmp.Diff(want, rows, ignore, equate); diff != "" {
+		t.Errorf("token list --json, -want +got:\n%s", diff)
+	}
+	if life := rows[1].Expires.Sub(rows[1].Created); !rows[0].Expires.IsZero() || life != 24*time.Hour {
+		t.Errorf("the first token expires at %v, the second after %v", rows[0].Expires, life)
+	}
+
+	fails(t, env, "quicvpn: revoke token: there is no such token: `quicvpn token list` shows those that are", "token", "revoke", "tablet")
+	got := quicvpn(t, env, "token", "revoke", "laptop")
+	if want := (result{exitOK, "revoked " + rows[1].ID + " (laptop)\n", ""}); got != want {
+		t.Errorf("token revoke: got %+v, want %+v", got, want)
+	}
+	if state := listTokens(t, env)[1].State; state != "revoked" {
+		t.Errorf("after token revoke the state is %q", state)
+	}
+	table := quicvpn(t, env, "token", "list")
+	wantTable := "ID        NAME    NETWORK  STATE    USED    EXPIRES               ALLOW\n" +
+		rows[0].ID + "  first   default  active   0       never                 internet and network\n" +
+		rows[1].ID + "  laptop  office   revoked  0 of 2  " + rows[1].Expires.Format(time.RFC3339) + "  10.20.0.0/16 10.30.0.0/16 2001:db8::/32\n"
+	if want := (result{exitOK, wantTable, ""}); table != want {
+		t.Errorf("token list:\n%s\nwant:\n%s", table.stdout, wantTable)
+	}
+}
+
+// TestBadConfiguration gives values that only the roles can judge, in a
+// namespace where it would do no harm if they did not.
+func TestBadConfiguration(t *testing.T) {
+	ns := netlab.New(t).NS("host")
+	for _, tt := range []struct{ args, want string }{
+		{"gateway run --mtu 1000", "start gateway: MTU 1000: take 1280 to 1500, or 0 to leave it to the path"},
+		{"gateway run --mtu 100000", "start gateway: MTU 100000: take 1280 to 1500, or 0 to leave it to the path"},
+		{"gateway run --queues 257", "start gateway: 257 queues: take 1 to 256, or 0 for as many as there are CPUs, up to 8"},
+		{"gateway run --queues -1", "start gateway: -1 queues: take 1 to 256, or 0 for as many as there are CPUs, up to 8"},
+		{"sidecar --mtu 1000", "configure sidecar: MTU: 1000 is out of range: 1280 to 1500, or 0 to follow the path"},
+		{"sidecar --mtu 100000", "configure sidecar: MTU: 100000 is out of range: 1280 to 1500, or 0 to follow the path"},
+		{"sidecar --queues 257", "configure sidecar: Queues: 257 is out of range: 1 to 256, or 0 for one a CPU"},
+	} {
+		c := ns.Command(t.Context(), binary, strings.Fields(tt.args)...)
+		c.Env = []string{"QUICVPN_TOKEN=" + newToken(t), "QUICVPN_STATE_DIR=" + t.TempDir()}
+		out, err := c.CombinedOutput()
+		if code := c.ProcessState.ExitCode(); code != exitFailure || string(out) != "quicvpn: "+tt.want+"\n" {
+			t.Errorf("%s: %v, output %q, want %q", tt.args, err, out, tt.want)
+		}
+	}
+}
+
+// newToken returns a token of a gateway that nobody reaches.
+func newToken(t *testing.T) string {
+	t.Helper()
+	tok, err := token.New("192.0.2.1:443", [32]byte{1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tok.Encode()
+}
+
+// TestTokenInArguments warns of a token that ps shows, and of no other.
+func TestTokenInArguments(t *testing.T) {
+	const warning = "--token shows the join token to everybody who can run ps on this host: use --token-file"
+	for _, tt := range []struct {
+		name string
+		warn bool
+	}{{"argument", true}, {"variable", false}} {
+		t.Run(tt.name, func(t *testing.T) {
+			tok := newToken(t)
+			args := []string{"sidecar", "--log-format", "json", "--state-dir", t.TempDir()}
+			env := []string{"QUICVPN_TOKEN=" + tok}
+			if tt.warn {
+				args, env = append(args, "--token", tok), nil
+			}
+			c := netlab.New(t).NS("client").Command(t.Context(), binary, args...)
+			c.Env = env
+			if err := c.Start(); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.WaitLog(t.Context(), "the namespace is set up"); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.Stop(10 * time.Second); err != nil {
+				t.Error(err)
+			}
+			if strings.Contains(c.Log(), warning) != tt.warn || strings.Contains(c.Log(), tok) {
+				t.Errorf("want the warning: %t, and never the token; the log is\n%s", tt.warn, c.Log())
+			}
+			for line := range strings.Lines(c.Log()) {
+				if !json.Valid([]byte(line)) {
+					t.Errorf("not JSON: %s", line)
+				}
+			}
+		})
+	}
+}
+
+// fails runs a command that must fail with a message of one line.
+func fails(t *testing.T, env []string, message string, args ...string) {
+	t.Helper()
+	if got, want := quicvpn(t, env, args...), (result{exitFailure, "", message + "\n"}); got != want {
+		t.Errorf("%s:\ngot  %+v\nwant %+v", strings.Join(args, " "), got, want)
+	}
+}
+
+// tokenOf reads the token that a command has printed, alone on standard output.
+func tokenOf(t *testing.T, r result) token.Token {
+	t.Helper()
+	text, ok := strings.CutSuffix(r.stdout, "\n")
+	got, err := token.Parse(text)
+	if r.code != exitOK || !ok || err != nil || got.Encode() != text {
+		t.Fatalf("%+v is not the output of a token: %v", r, err)
+	}
+	if !strings.Contains(r.stderr, "quicvpn sidecar --token-file FILE") || strings.Contains(r.stderr, text) {
+		t.Errorf("standard error does not explain the token, or repeats it: %s", r.stderr)
+	}
+	return got
+}
+
+func listTokens(t *testing.T, env []string) (rows []tokenRow) {
+	t.Helper()
+	got := quicvpn(t, env, "token", "list", "--json")
+	if err := json.Unmarshal([]byte(got.stdout), &rows); err != nil || got.code != exitOK || got.stderr != "" {
+		t.Fatalf("token list --json: %v: %+v", err, got)
+	}
+	return rows
+}
+
+func TestTokenStates(t *testing.T) {
+	now := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+	tests := []struct {
+		info gateway.TokenInfo
+		want string
+	}{
+		{gateway.TokenInfo{}, "active"},
+		{gateway.TokenInfo{Expires: now.Add(time.Second), Uses: 2, Used: 1}, "active"},
+		{gateway.TokenInfo{Expires: now}, "expired"},
+		{gateway.TokenInfo{Uses: 1, Used: 1}, "used up"},
+		{gateway.TokenInfo{Uses: 1, Used: 1, Expires: now, Revoked: now}, "revoked"},
+	}
+	for _, tt := range tests {
+		if got := newTokenRow(tt.info, now).State; got != tt.want {
+			t.Errorf("%+v: state %q, want %q", tt.info, got, tt.want)
+		}
+	}
+}
+
+// TestSecondSignal ends a role that does not heed the first.
+func TestSecondSignal(t *testing.T) {
+	for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT} {
+		t.Run(sig.String(), func(t *testing.T) {
+			cmd := exec.CommandContext(t.Context(), os.Args[0])
+			cmd.Env = append(os.Environ(), stuckEnv+"=1")
+			stderr, err := cmd.StderrPipe()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			lines := bufio.NewScanner(stderr)
+			for _, want := range []string{"stuck role runs", "stopping; a second signal stops at once"} {
+				if !lines.Scan() || !strings.Contains(lines.Text(), want) {
+					t.Fatalf("the log says %q, want %q", lines.Text(), want)
+				}
+				if err := cmd.Process.Signal(sig); err != nil {
+					t.Fatal(err)
+				}
+			}
+			err = cmd.Wait()
+			if status := cmd.ProcessState.Sys().(syscall.WaitStatus); !status.Signaled() || status.Signal() != sig {
+				t.Errorf("it ended with %v, want by %v", err, sig)
+			}
+		})
+	}
+}
+
+// TestSecrets reads a container's secret where containers have them.
+func TestSecrets(t *testing.T) {
+	ns := netlab.New(t).NS("client")
+	ns.Hide("/run")
+	err := ns.Do(func() error {
+		if err := os.Mkdir("/run/secrets", 0o755); err != nil {
+			return err
+		}
+		return os.WriteFile("/run/secrets/quicvpn_token", []byte("not a token"), 0o600)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := ns.Command(t.Context(), binary, "sidecar").CombinedOutput()
+	want := "quicvpn: secret /run/secrets/quicvpn_token: the join token does not start with qv1_: copy all of the line that `quicvpn token create` printed\n"
+	if string(out) != want {
+		t.Errorf("error %v, output %q, want %q", err, out, want)
+	}
+}
