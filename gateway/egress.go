@@ -93,7 +93,10 @@ func (e *egress) prepare() (err error) {
 	if err := e.refreshLocked(); err != nil {
 		return err
 	}
-	return setUpLink(link, e.cfg, e.ipv6)
+	if err := setUpLink(link, e.cfg, e.ipv6); err != nil {
+		return err
+	}
+	return e.warnBlockers()
 }
 
 // setUpIPv6 finds out whether IPv6 can leave, and by which setting.

@@ -113,17 +113,15 @@ func (e *egress) refreshLocked() error {
 	if err != nil {
 		return err
 	}
-	if err := e.ctl.planForwarding(e.cfg.iface, ifaces, e.ipv6, e.cfg.everyForward); err != nil {
-		return err
-	}
+	planned := e.ctl.planForwarding(e.cfg.iface, ifaces, e.ipv6, e.cfg.everyForward)
 	if err := e.ctl.save(); err != nil {
-		return err
+		return errors.Join(planned, err)
 	}
 	// The firewall first, so that what forwards is bounded from the start.
 	if err := e.refreshFirewall(); err != nil {
-		return err
+		return errors.Join(planned, err)
 	}
-	return e.ctl.apply()
+	return errors.Join(planned, e.ctl.apply())
 }
 
 func (e *egress) refreshFirewall() error {

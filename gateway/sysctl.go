@@ -97,10 +97,14 @@ func currentOwner() (o owner, err error) {
 }
 
 // want notes that a setting is to have a value. One that has it already, and was
-// not noted before, is left alone.
-func (s *sysctls) want(key, value string) error {
+// not noted before, is left alone. Where it cannot be set, the error advises to
+// set something else that has the same effect.
+func (s *sysctls) want(key, value, advice string) error {
 	now, err := readSysctl(key)
-	if err != nil || now == value {
+	if err != nil || now == value || s.noted(key) {
+		return err
+	}
+	if err := canWrite(key, value, advice); err != nil {
 		return err
 	}
 	s.note(change{Key: key, Before: now, Set: value})
@@ -169,7 +173,7 @@ func (s *sysctls) apply() error {
 // has another value than the gateway's is somebody else's by now and stays.
 func (s *sysctls) restore() error {
 	var errs []error
-	router4 := sysctlIs(forwarding4("all"), "1") // by somebody else: the gateway never sets it
+	all4 := sysctlIs(forwarding4("all"), "1") // by somebody else: the gateway never sets it
 	for _, c := range slices.Backward(s.changes) {
 		now, err := readSysctl(c.Key)
 		switch {
@@ -177,7 +181,7 @@ func (s *sysctls) restore() error {
 		case err != nil:
 			errs = append(errs, err)
 		case now == c.Before, now != c.Set && c.Before != c.Set:
-		case router4 && strings.HasPrefix(c.Key, "net/ipv4/"):
+		case all4 && strings.HasPrefix(c.Key, "net/ipv4/"):
 		default:
 			errs = append(errs, writeSysctl(c.Key, c.Before))
 		}
@@ -208,15 +212,27 @@ func sysctlIs(key, value string) bool {
 
 func writeSysctl(key, value string) error {
 	err := os.WriteFile(filepath.Join("/proc/sys", key), []byte(value), 0)
+	return sysctlError(key, value, sysctlName(key)+"="+value, err)
+}
+
+// canWrite returns the error that writeSysctl would meet.
+func canWrite(key, value, advice string) error {
+	f, err := os.OpenFile(filepath.Join("/proc/sys", key), os.O_WRONLY, 0)
 	if err == nil {
+		err = f.Close()
+	}
+	return sysctlError(key, value, advice, err)
+}
+
+func sysctlError(key, value, advice string, err error) error {
+	switch {
+	case err == nil:
 		return nil
+	case errors.Is(err, unix.EROFS), errors.Is(err, fs.ErrPermission):
+		return fmt.Errorf("set sysctl %s=%s: %w: set %[4]s on this host, or start the gateway's container with --sysctl %[4]s",
+			sysctlName(key), value, err, advice)
 	}
-	name := sysctlName(key)
-	if errors.Is(err, unix.EROFS) || errors.Is(err, fs.ErrPermission) {
-		return fmt.Errorf("set sysctl %s=%s: %w: set it on this host, or start the gateway's container with --sysctl %s=%s",
-			name, value, err, name, value)
-	}
-	return fmt.Errorf("set sysctl %s=%s: %w", name, value, err)
+	return fmt.Errorf("set sysctl %s=%s: %w", sysctlName(key), value, err)
 }
 
 // sysctlName is a key as people and sysctl(8) write it: a dot in an interface's

@@ -18,6 +18,13 @@ import (
 // accept_ra is 2. Either way the firewall keeps what is not the gateway's from
 // being forwarded, until somebody else turns on forwarding for the whole host.
 
+// What makes a router of the host, in the form in which people set it. It can be
+// set before the interfaces are there.
+const (
+	router4 = "net.ipv4.ip_forward=1"
+	router6 = "net.ipv6.conf.all.forwarding=1"
+)
+
 func forwarding4(iface string) string { return "net/ipv4/conf/" + iface + "/forwarding" }
 func forwarding6(iface string) string { return "net/ipv6/conf/" + iface + "/forwarding" }
 func force6(iface string) string      { return "net/ipv6/conf/" + iface + "/force_forwarding" }
@@ -26,25 +33,28 @@ func force6(iface string) string      { return "net/ipv6/conf/" + iface + "/forc
 // the interfaces given. The TUN device itself has been seen to, but for IPv6
 // where everyForward is set: then all interfaces have to forward.
 func (s *sysctls) planForwarding(tun string, ifaces []string, ipv6, everyForward bool) error {
-	if !sysctlIs(forwarding4("all"), "1") {
-		for _, name := range ifaces {
-			if err := s.want(forwarding4(name), "1"); err != nil && !errors.Is(err, fs.ErrNotExist) {
-				return err
-			}
+	var errs []error
+	all4, all6 := sysctlIs(forwarding4("all"), "1"), sysctlIs(forwarding6("all"), "1")
+	for _, name := range ifaces {
+		if !all4 {
+			errs = append(errs, ignoreGone(s.want(forwarding4(name), "1", router4)))
+		}
+		if ipv6 && !all6 && !everyForward {
+			errs = append(errs, ignoreGone(s.want(force6(name), "1", router6)))
 		}
 	}
-	switch {
-	case !ipv6 || sysctlIs(forwarding6("all"), "1"):
-	case everyForward:
-		return s.planEvery(tun)
-	default:
-		for _, name := range ifaces {
-			if err := s.want(force6(name), "1"); err != nil && !errors.Is(err, fs.ErrNotExist) {
-				return err
-			}
-		}
+	if ipv6 && !all6 && everyForward {
+		errs = append(errs, s.planEvery(tun))
 	}
-	return nil
+	return errors.Join(errs...)
+}
+
+// ignoreGone forgives the settings of an interface that is no longer there.
+func ignoreGone(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
 }
 
 // planEvery notes what is needed for all.forwarding.
@@ -59,7 +69,7 @@ func (s *sysctls) planEvery(tun string) error {
 		}
 		// Turning all.forwarding off again turns all of them off.
 		if sysctlIs(forwarding6(name), "1") {
-			if err := s.hold(forwarding6(name)); err != nil {
+			if err := ignoreGone(s.hold(forwarding6(name))); err != nil {
 				return err
 			}
 			continue
@@ -67,12 +77,12 @@ func (s *sysctls) planEvery(tun string) error {
 		// Before the forwarding: the kernel drops the routes that it learned
 		// from advertisements where it is not 2 then.
 		if ra := "net/ipv6/conf/" + name + "/accept_ra"; name != "lo" && sysctlIs(ra, "1") {
-			if err := s.want(ra, "2"); err != nil {
+			if err := ignoreGone(s.want(ra, "2", router6)); err != nil {
 				return err
 			}
 		}
 	}
-	return s.want(forwarding6("all"), "1")
+	return s.want(forwarding6("all"), "1", router6)
 }
 
 // interfacesIPv6 returns the interfaces with IPv6 settings, "all" and "default".
@@ -90,17 +100,16 @@ func interfacesIPv6() ([]string, error) {
 
 // forced says where only the gateway's packets may be forwarded.
 func (s *sysctls) forced() (f forced) {
-	router4 := sysctlIs(forwarding4("all"), "1")
-	router6 := sysctlIs(forwarding6("all"), "1")
+	all4, all6 := sysctlIs(forwarding4("all"), "1"), sysctlIs(forwarding6("all"), "1")
 	for _, c := range s.changes {
 		family, name, setting := splitKey(c.Key)
 		switch {
 		case family == "ipv4" && setting == "forwarding":
-			if !router4 {
+			if !all4 {
 				f.v4 = append(f.v4, name)
 			}
 		case setting == "force_forwarding":
-			if !router6 {
+			if !all6 {
 				f.v6 = append(f.v6, name)
 			}
 		case name == "all" && setting == "forwarding":
