@@ -3,6 +3,7 @@ package netlab
 import (
 	"net"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -66,7 +67,25 @@ func (l *Lab) Link(a, b *NS, cfg LinkConfig) (ia, ib *Iface) {
 		}
 		iface.SetRate(cfg.Rate)
 	}
+	ia.waitAddresses()
+	ib.waitAddresses()
 	return ia, ib
+}
+
+// waitAddresses waits for the link-local address that the kernel sets.
+func (i *Iface) waitAddresses() {
+	i.NS.lab.tb.Helper()
+	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+		addrs, err := i.NS.nl.AddrList(i.link(), netlink.FAMILY_V6)
+		i.check("list addresses", err)
+		usable := func(a netlink.Addr) bool { return a.Flags&unix.IFA_F_TENTATIVE == 0 }
+		if slices.ContainsFunc(addrs, func(a netlink.Addr) bool { return a.IP.IsLinkLocalUnicast() && usable(a) }) {
+			return
+		}
+		if time.Now().After(deadline) {
+			i.NS.lab.tb.Fatalf("%s in %s has no usable link-local address", i.Name, i.NS.Name)
+		}
+	}
 }
 
 func (i *Iface) waitCarrier() {

@@ -334,6 +334,45 @@ func TestLinkDownUpMTUAndRate(t *testing.T) {
 	}
 }
 
+func TestSetPathMTU(t *testing.T) {
+	ctx := testContext(t)
+	for _, tt := range []struct {
+		up   bool
+		to   netip.Addr
+		head int // IP and ICMP
+	}{
+		{true, GatewayAddr4, 28},
+		{true, GatewayAddr6, 48},
+		{false, netip.MustParseAddr("192.0.2.2"), 28},
+		{false, netip.MustParseAddr("2001:db8:1::2"), 48},
+	} {
+		top := NewTopology(t, LinkConfig{})
+		top.SetPathMTU(1400)
+		from := top.Gateway
+		if tt.up {
+			from = top.Client
+		}
+		answers := func(size, count int) int {
+			rtts, err := from.Ping(ctx, Ping{To: tt.to, Size: size - tt.head, Count: count, Interval: 50 * time.Millisecond, Wait: 300 * time.Millisecond})
+			if err != nil {
+				t.Error(err)
+			}
+			return len(rtts)
+		}
+		if got := answers(1400, 1); got != 1 {
+			t.Errorf("1400 bytes to %s: %d answers, want 1", tt.to, got)
+		}
+		if got := answers(1401, 1); got != 0 {
+			t.Errorf("1401 bytes to %s: %d answers, want none", tt.to, got)
+		}
+		// Both kernels learn the size from the ICMP answers, one packet each, and
+		// fragment.
+		if got := answers(1401, 3); got == 0 {
+			t.Errorf("fragments to %s: no answer", tt.to)
+		}
+	}
+}
+
 func TestServeEcho(t *testing.T) {
 	ctx := testContext(t)
 	top := NewTopology(t, LinkConfig{})

@@ -73,6 +73,25 @@ func NewTopology(tb TB, cfg LinkConfig) *Topology {
 	return t
 }
 
+// SetPathMTU has the uplink forward no larger packets between the first client
+// and the gateway, while both ends' links keep their MTU. It answers larger ones
+// with ICMP.
+func (t *Topology) SetPathMTU(mtu int) {
+	t.Lab.tb.Helper()
+	for _, hop := range []struct {
+		to  netip.Addr
+		out *Iface
+	}{
+		{GatewayAddr4, t.UplinkGatewayIf}, {GatewayAddr6, t.UplinkGatewayIf},
+		{prefix("192.0.2.2/32").Addr(), t.UplinkClientIf}, {prefix("2001:db8:1::2/128").Addr(), t.UplinkClientIf},
+	} {
+		err := t.Uplink.nl.RouteReplace(&netlink.Route{
+			Dst: ipNet(netip.PrefixFrom(hop.to, hop.to.BitLen())), LinkIndex: hop.out.Index, MTU: mtu,
+		})
+		hop.out.check("set the path MTU", err)
+	}
+}
+
 // AddClient adds a namespace behind the uplink, with addresses of its own, and
 // returns both ends of its link. At most 14 fit.
 func (t *Topology) AddClient(name string, cfg LinkConfig) (client, uplink *Iface) {
