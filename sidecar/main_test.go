@@ -9,6 +9,8 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
+	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -133,8 +135,24 @@ func newLab(t *testing.T) *lab {
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Second)
 	t.Cleanup(cancel)
 	top := netlab.NewTopology(t, netlab.LinkConfig{})
-	return &lab{Topology: top, t: t, gw: newToyGateway(t, top.Gateway), ctx: ctx, dir: t.TempDir()}
+	l := &lab{Topology: top, t: t, gw: newToyGateway(t, top.Gateway), ctx: ctx, dir: t.TempDir()}
+	l.ping(netlab.GatewayAddr4, netlab.GatewayAddr6) // IPv6 takes a moment to settle
+	return l
 }
+
+// snapshot describes the client's namespace, but for the number of the TUN
+// device, and a key that the kernel makes when it thinks of a link-local address.
+func (l *lab) snapshot() netlab.Snapshot {
+	l.t.Helper()
+	lines := l.Client.Snapshot()
+	for i, line := range lines {
+		lines[i] = deviceNumber.ReplaceAllString(line, "ip: N: ${1}0")
+	}
+	slices.Sort(lines)
+	return slices.DeleteFunc(lines, func(line string) bool { return strings.Contains(line, "/stable_secret") })
+}
+
+var deviceNumber = regexp.MustCompile(`^ip: [0-9]+: (quicvpn)0`)
 
 // command prepares a sidecar process in the client's namespace.
 func (l *lab) command(c childSettings, wrapper ...string) *netlab.Cmd {
@@ -151,7 +169,8 @@ func (l *lab) command(c childSettings, wrapper ...string) *netlab.Cmd {
 	}
 	args := append(wrapper, os.Args[0])
 	cmd := l.Client.Command(l.ctx, args[0], args[1:]...)
-	cmd.Env = append(os.Environ(), childVariable+"="+string(settings))
+	// The race detector's pause at the end is for other programs.
+	cmd.Env = append(os.Environ(), childVariable+"="+string(settings), "GORACE=atexit_sleep_ms=0")
 	return cmd
 }
 
