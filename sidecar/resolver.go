@@ -40,7 +40,14 @@ func (r *resolver) lookup(ctx context.Context, host string) ([]netip.Addr, error
 	defer cancel()
 	results := make(chan resolution, 2)
 	ask := func(dial func(ctx context.Context, network, server string) (net.Conn, error)) {
-		res := net.Resolver{PreferGo: true, Dial: dial}
+		res := net.Resolver{PreferGo: true, Dial: func(dctx context.Context, network, server string) (net.Conn, error) {
+			conn, err := dial(dctx, network, server)
+			if err == nil {
+				// The resolver itself would wait for an answer that nobody wants.
+				context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+			}
+			return conn, err
+		}}
 		go func() {
 			addrs, err := res.LookupNetIP(ctx, "ip", host)
 			results <- resolution{addrs, err}
