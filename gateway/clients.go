@@ -235,7 +235,7 @@ func (s *State) store(change uint64) error {
 		return net.ErrClosed
 	}
 	slices.SortFunc(file.Clients, func(a, b clientRecord) int { return a.Addr4.Compare(b.Addr4) })
-	if err := writeFile(s.dir, clientsFile, file); err != nil {
+	if err := writeFile(s.dir, clientsFile, &file); err != nil {
 		if s.disk.failure == nil { // once for all that fail in a row
 			s.log().Error("no client can be enrolled", "error", err)
 		}

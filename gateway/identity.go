@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"crypto/ed25519"
 	"crypto/rand"
 	"errors"
@@ -68,7 +69,7 @@ func Init(o InitOptions) (_ token.Token, err error) {
 	if err := made.mkdirAll(o.Dir); err != nil {
 		return token.Token{}, err
 	}
-	if err := errors.Join(checkUnused(o.Dir), checkOwn(o.Dir)); err != nil {
+	if err := cmp.Or(checkNew(o.Dir), checkOwn(o.Dir)); err != nil {
 		return token.Token{}, err
 	}
 	made.mayRemove(filepath.Join(o.Dir, gatewayLock))
@@ -80,7 +81,8 @@ func Init(o InitOptions) (_ token.Token, err error) {
 	if err != nil {
 		return token.Token{}, err
 	}
-	if err := checkUnused(o.Dir); err != nil { // now that nobody else can be at it
+	// Now that nobody else can be at it.
+	if err := cmp.Or(checkNew(o.Dir), checkLeft(o.Dir)); err != nil {
 		return token.Token{}, err
 	}
 	if err := durable.Private(o.Dir); err != nil {
@@ -88,11 +90,11 @@ func Init(o InitOptions) (_ token.Token, err error) {
 	}
 	for _, f := range []struct {
 		name     string
-		contents any
+		contents checker
 	}{
-		{settingsFile, cfg},
-		{tokensFile, tokens{Version: version, Tokens: []tokenRecord{record}}},
-		{clientsFile, clients{Version: version, Clients: []clientRecord{}}},
+		{settingsFile, &cfg},
+		{tokensFile, &tokens{Version: version, Tokens: []tokenRecord{record}}},
+		{clientsFile, &clients{Version: version, Clients: []clientRecord{}}},
 	} {
 		made.mayRemove(filepath.Join(o.Dir, f.name))
 		if err := writeFile(o.Dir, f.name, f.contents); err != nil {
@@ -147,25 +149,34 @@ func randomULA() netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16(b), 64)
 }
 
-func checkUnused(dir string) error {
-	var found []string
-	for _, name := range []string{identityFile, settingsFile, tokensFile, clientsFile} {
-		_, err := os.Lstat(filepath.Join(dir, name))
-		switch {
-		case errors.Is(err, fs.ErrNotExist):
-		case err != nil:
+// checkNew refuses a directory that has an identity.
+func checkNew(dir string) error {
+	_, err := os.Lstat(filepath.Join(dir, identityFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return fmt.Errorf("%s already holds a gateway's identity: make another join token with `quicvpn token create`, or choose another directory", dir)
+}
+
+// checkLeft refuses a directory that has all but an identity: its clients may
+// be wanted again.
+func checkLeft(dir string) error {
+	var left []string
+	for _, name := range []string{settingsFile, tokensFile, clientsFile} {
+		if _, err := os.Lstat(filepath.Join(dir, name)); err == nil {
+			left = append(left, name)
+		} else if !errors.Is(err, fs.ErrNotExist) {
 			return err
-		case name == identityFile:
-			return fmt.Errorf("%s already holds a gateway's identity: make another join token with `quicvpn token create`, or choose another directory", dir)
-		default:
-			found = append(found, name)
 		}
 	}
-	if len(found) > 0 {
-		return fmt.Errorf("%s holds a gateway's %s but no %s: restore that from a backup, or remove what is left there to start anew",
-			dir, strings.Join(found, ", "), identityFile)
+	if len(left) == 0 {
+		return nil
 	}
-	return nil
+	return fmt.Errorf("%s holds a gateway's %s but no %s: restore that from a backup, or remove what is left there to start anew",
+		dir, strings.Join(left, ", "), identityFile)
 }
 
 // checkOwn keeps Init from closing a directory that others use, such as /tmp.
@@ -202,7 +213,7 @@ func pin(key ed25519.PrivateKey) [32]byte {
 func loadKey(dir string) (ed25519.PrivateKey, error) {
 	key, err := identity.Load(filepath.Join(dir, identityFile))
 	if errors.Is(err, fs.ErrNotExist) {
-		if left := checkUnused(dir); left != nil {
+		if left := checkLeft(dir); left != nil {
 			return nil, left
 		}
 		return nil, fmt.Errorf("%s holds no gateway identity: run `quicvpn gateway init` once, or name the directory where it was run (a container needs a volume for it)", dir)

@@ -43,10 +43,10 @@ type settings struct {
 
 func (s *settings) check() error {
 	if token.CheckAddress(s.Address) != nil {
-		return errors.New("its address is not valid")
+		return errors.New("the address in it is not valid")
 	}
 	if checkPool4(s.Pool4) != nil || checkPool6(s.Pool6) != nil {
-		return errors.New("a pool of its is not valid")
+		return errors.New("a pool in it is not valid")
 	}
 	return nil
 }
@@ -195,15 +195,20 @@ func at(err error, size int) error {
 	case errors.As(err, &kind):
 		return fmt.Errorf("at byte %d of %d", kind.Offset, size)
 	}
-	return errors.New("a field of its is not valid")
+	return errors.New("a field in it is not valid")
 }
 
+// encode writes the files that a person may want to read in lines, and
+// clients.json, which every enrolment writes anew, as short as it can be.
 func encode(v any) ([]byte, error) {
-	data, err := json.MarshalIndent(v, "", " ")
+	if _, ok := v.(*clients); ok {
+		return json.Marshal(v)
+	}
+	data, err := json.MarshalIndent(v, "", "  ")
 	return append(data, '\n'), err
 }
 
-func writeFile(dir, name string, v any) error {
+func writeFile(dir, name string, v checker) error {
 	data, err := encode(v)
 	if err != nil {
 		return fmt.Errorf("write %s: %w", name, err)

@@ -231,7 +231,7 @@ func changeTokens(dir string, change func(*tokens) error) error {
 	if err := change(&all); err != nil {
 		return err
 	}
-	return writeFile(dir, tokensFile, all)
+	return writeFile(dir, tokensFile, &all)
 }
 
 // loadFixed loads what Init made and nothing changes.
