@@ -35,7 +35,7 @@ func TestRoundTrip(t *testing.T) {
 			t.Errorf("%s: got %v, want %v", address, got, tok)
 		}
 	}
-	if mustNew(t, "h:1").Secret == mustNew(t, "h:1").Secret {
+	if a, b := mustNew(t, "h:1"), mustNew(t, "h:1"); a.Secret == b.Secret {
 		t.Error("two tokens share a secret")
 	}
 }
