@@ -20,11 +20,11 @@ func checkOverlap(pools ...netip.Prefix) error {
 	for _, pool := range pools {
 		for _, t := range taken {
 			if pool.Overlaps(t.prefix) {
-				version := 4
+				flag := "--pool"
 				if pool.Addr().Is6() {
-					version = 6
+					flag = "--pool6"
 				}
-				return fmt.Errorf("the pool %s overlaps this host's %s: choose another one with --pool%d", pool, t.what, version)
+				return fmt.Errorf("the pool %s overlaps this host's %s: choose another one with %s", pool, t.what, flag)
 			}
 		}
 	}

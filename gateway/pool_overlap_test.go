@@ -79,7 +79,7 @@ func TestOverlap(t *testing.T) {
 			}
 		}
 		for pool, want := range map[string]string{
-			"10.91.0.0/16":   "the pool 10.91.0.0/16 overlaps this host's address 10.91.7.1/24 on lab0: choose another one with --pool4",
+			"10.91.0.0/16":   "the pool 10.91.0.0/16 overlaps this host's address 10.91.7.1/24 on lab0: choose another one with --pool",
 			"10.91.7.128/25": "address 10.91.7.1/24 on lab0",
 			"10.0.0.0/8":     "address 10.91.7.1/24 on lab0",
 			"172.20.0.0/16":  "route to 172.16.0.0/12 by lab0",
