@@ -100,11 +100,7 @@ func TestAllow(t *testing.T) {
 	w.startGateway()
 	c := w.client0()
 	c.start(w.newToken("narrow", "--allow", "203.0.113.0/26"))
-	ctx, cancel := context.WithTimeout(w.ctx, 15*time.Second)
-	defer cancel()
-	if err := c.ns.WaitPing(ctx, netlab.ServerAddr4); err != nil {
-		t.Fatal(err)
-	}
+	c.waitFor(15*time.Second, netlab.ServerAddr4)
 	if _, err := c.page("http", netlab.ServerAddr4); err != nil {
 		t.Errorf("an allowed page: %v", err)
 	}
@@ -150,10 +146,10 @@ func TestIdentityStays(t *testing.T) {
 	c := w.client0()
 	c.join(token)
 	first := c.addresses()
-	stop(t, c.sidecar)
+	c.stop()
 	other := w.addClient("other")
 	other.join(w.token)
-	c.capture = c.uplink.Capture(gatewayEnd4, gatewayEnd6)
+	c.capture = c.uplink.Capture(w.ends...)
 	c.join(token)
 	if again := c.addresses(); !slices.Equal(again, first) || len(again) != 2 {
 		t.Errorf("the client's addresses went from %v to %v", first, again)

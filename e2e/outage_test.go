@@ -120,7 +120,7 @@ func TestUplinkChanges(t *testing.T) {
 		A: netlab.End{Name: "wlan0", Addresses: []netip.Prefix{netip.MustParsePrefix("192.0.2.242/28")}},
 		B: netlab.End{Name: "wlan", Addresses: []netip.Prefix{netip.MustParsePrefix("192.0.2.241/28")}},
 	})
-	watched := second.Capture(gatewayEnd4, gatewayEnd6)
+	watched := second.Capture(w.ends...)
 	c.uplink.Down()
 	c.ns.DefaultRoute(netip.MustParseAddr("192.0.2.241"))
 	c.waitUp(10 * time.Second)

@@ -32,52 +32,53 @@ func (w *world) change(name, file string, edit func(*token.Token)) string {
 func TestJoinFails(t *testing.T) {
 	for _, tt := range []struct {
 		name string
+		// address in the token; empty for the gateway's
+		address string
 		// prepare returns the file of the token to join with.
 		prepare func(w *world) string
 		// says are what the sidecar must say.
 		says []string
 	}{
-		{"unknown token", func(w *world) string {
+		{"unknown token", "", func(w *world) string {
 			w.startGateway()
 			return w.change("unknown", w.token, func(t *token.Token) { t.Secret[0] ^= 1 })
 		}, []string{"token-unknown"}},
-		{"revoked token", func(w *world) string {
+		{"revoked token", "", func(w *world) string {
 			w.startGateway()
 			file := w.newToken("gone")
 			w.run(w.Gateway, "token", "revoke", "--state-dir", w.gatewayDir(), "gone")
 			return file
 		}, []string{"token-revoked"}},
-		{"used-up token", func(w *world) string {
+		{"used-up token", "", func(w *world) string {
 			w.startGateway()
 			file := w.newToken("once", "--uses", "1")
 			w.addClient("first").join(file)
 			return file
 		}, []string{"token-used-up"}},
-		{"expired token", func(w *world) string {
+		{"expired token", "", func(w *world) string {
 			w.startGateway()
 			file := w.newToken("short", "--expires", "1s")
 			time.Sleep(1100 * time.Millisecond)
 			return file
 		}, []string{"token-expired"}},
-		{"wrong pin", func(w *world) string {
+		{"wrong pin", "", func(w *world) string {
 			w.startGateway()
 			return w.change("pin", w.token, func(t *token.Token) { t.Pin[0] ^= 1 })
 		}, []string{"key"}},
-		{"no gateway", func(w *world) string { return w.token },
+		{"no gateway", "", func(w *world) string { return w.token },
 			[]string{"nothing listens at 198.51.100.2:443 by UDP"}},
-		{"no such address", func(w *world) string {
-			return w.change("nowhere", w.token, func(t *token.Token) { t.Address = "198.51.100.77:443" })
-		}, []string{"198.51.100.77:443"}},
-		{"no such name", func(w *world) string {
+		{"no such address", "198.51.100.77:443", func(w *world) string { return w.token },
+			[]string{"198.51.100.77:443"}},
+		{"no such name", "gw.example.com:443", func(w *world) string {
 			w.client0().ns.Replace("/etc/resolv.conf", "nameserver 127.0.0.1\n")
-			return w.change("unnamed", w.token, func(t *token.Token) { t.Address = "gw.example.com:443" })
+			return w.token
 		}, []string{"gw.example.com", "cannot be resolved"}},
-		{"UDP blocked", func(w *world) string {
+		{"UDP blocked", "", func(w *world) string {
 			w.startGateway()
 			w.Uplink.Nft("table inet f { chain c { type filter hook forward priority 0; meta l4proto udp drop; }; }")
 			return w.token
 		}, []string{"no answer from 198.51.100.2:443", "UDP"}},
-		{"client's own subnet overlaps", func(w *world) string {
+		{"client's own subnet overlaps", "", func(w *world) string {
 			w.startGateway()
 			lan := w.Lab.NS("lan")
 			w.Lab.Link(w.client0().ns, lan, netlab.LinkConfig{
@@ -88,7 +89,7 @@ func TestJoinFails(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
-			w := newWorld(t, options{})
+			w := newWorld(t, options{address: tt.address})
 			c := w.client0()
 			file := tt.prepare(w)
 			before := c.ns.Snapshot()
@@ -114,7 +115,7 @@ func TestJoinFails(t *testing.T) {
 				}
 				cancel()
 			}
-			stop(t, c.sidecar)
+			c.stop()
 			if diff := before.Diff(c.ns.Snapshot()); diff != "" {
 				t.Errorf("the namespace is not as before:\n%s", diff)
 			}
@@ -171,7 +172,7 @@ func TestRoleEnds(t *testing.T) {
 			w.Lab.Link(ns, w.Lab.NS("lan"), netlab.LinkConfig{
 				A: netlab.End{Name: "lan0", Addresses: []netip.Prefix{netip.MustParsePrefix("10.91.7.1/24")}},
 			})
-		}, "", "gateway", nil, 1, []string{"10.91.0.0/16", "10.91.7.0/24"}},
+		}, "", "gateway", nil, 1, []string{"10.91.0.0/16", "10.91.7.1/24 on lan0"}},
 		{"gateway's interface in use", func(w *world, ns *netlab.NS) {
 			w.Lab.Link(ns, w.Lab.NS("lan"), netlab.LinkConfig{A: netlab.End{Name: "taken0"}})
 		}, "", "gateway", []string{"--interface", "taken0"}, 1, []string{"taken0"}},
@@ -180,7 +181,7 @@ func TestRoleEnds(t *testing.T) {
 		{"MTU 100000 of a sidecar", nil, "", "sidecar", []string{"--mtu", "100000"}, 1, []string{"100000", "1280", "1500"}},
 		{"MTU 1000 of a gateway", nil, "", "gateway", []string{"--mtu", "1000"}, 1, []string{"1000", "1280", "1500"}},
 		{"MTU 100000 of a gateway", nil, "", "gateway", []string{"--mtu", "100000"}, 1, []string{"100000", "1280", "1500"}},
-		{"no queues", nil, "", "sidecar", []string{"--queues", "1000"}, 1, []string{"queues", "256"}},
+		{"no queues", nil, "", "sidecar", []string{"--queues", "1000"}, 1, []string{"Queues: 1000", "256"}},
 		{"gateway not set up", func(w *world, _ *netlab.NS) {
 			if err := os.RemoveAll(w.gatewayDir()); err != nil {
 				w.t.Fatal(err)
@@ -209,7 +210,7 @@ func TestRoleEnds(t *testing.T) {
 				tt.prepare(w, ns)
 			}
 			before := ns.Snapshot()
-			line := append(strings.Fields(tt.prefix), append([]string{binary}, args...)...)
+			line := append(strings.Fields(tt.prefix), append([]string{program}, args...)...)
 			ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
 			defer cancel()
 			c := ns.Command(ctx, line[0], line[1:]...)

@@ -16,9 +16,9 @@ import (
 	"github.com/quicvpn/quicvpn/internal/netlab"
 )
 
-// binary is the command as users have it; with the race detector if the tests
+// program is the command as users have it; with the race detector if the tests
 // themselves have it.
-var binary string
+var program string
 
 func TestMain(m *testing.M) { os.Exit(testMain(m)) }
 
@@ -29,10 +29,10 @@ func testMain(m *testing.M) int {
 		return 1
 	}
 	defer os.RemoveAll(dir)
-	binary = filepath.Join(dir, "quicvpn")
-	build := exec.Command("go", "build", "-o", binary, "..")
+	program = filepath.Join(dir, "quicvpn")
+	build := exec.Command("go", "build", "-o", program, "..")
 	if raceEnabled {
-		build = exec.Command("go", "build", "-race", "-o", binary, "..")
+		build = exec.Command("go", "build", "-race", "-o", program, "..")
 	} else {
 		build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	}
@@ -57,7 +57,8 @@ type world struct {
 	t     *testing.T
 	ctx   context.Context
 	dir   string
-	token string // the file with the first join token
+	token string           // the file with the first join token
+	ends  []netip.AddrPort // where tunnel packets go
 
 	gateway *netlab.Cmd
 	clients []*client
@@ -78,12 +79,16 @@ func newWorld(t *testing.T, o options) *world {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
 	t.Cleanup(cancel)
-	w := &world{Topology: netlab.NewTopology(t, o.link), t: t, ctx: ctx, dir: t.TempDir()}
+	w := &world{Topology: netlab.NewTopology(t, o.link), t: t, ctx: ctx, dir: t.TempDir(),
+		ends: []netip.AddrPort{gatewayEnd4, gatewayEnd6}}
 	w.Internet.ServeHTTP(80)
 	w.Internet.ServeHTTPS(443)
 	w.Internet.ServeEcho(7)
 	if o.address == "" {
 		o.address = gatewayEnd4.String()
+	}
+	if end, err := netip.ParseAddrPort(o.address); err == nil {
+		w.ends = append(w.ends, end)
 	}
 	w.token = w.save("token", w.run(w.Gateway, append([]string{
 		"gateway", "init", "--state-dir", w.gatewayDir(), "--address", o.address}, o.init...)...))
@@ -130,7 +135,7 @@ func (w *world) save(name, content string) string {
 // on standard output.
 func (w *world) run(ns *netlab.NS, args ...string) string {
 	w.t.Helper()
-	c := ns.Command(w.ctx, binary, args...)
+	c := ns.Command(w.ctx, program, args...)
 	out, err := c.Output()
 	if err != nil {
 		w.t.Fatalf("quicvpn %s: %v: %s", strings.Join(args, " "), err, c.Log())
@@ -148,7 +153,7 @@ func (w *world) newToken(name string, args ...string) string {
 // startGateway runs the gateway.
 func (w *world) startGateway(args ...string) {
 	w.t.Helper()
-	w.gateway = w.Gateway.Start(w.ctx, binary, append([]string{"gateway", "run", "--state-dir", w.gatewayDir()}, args...)...)
+	w.gateway = w.Gateway.Start(w.ctx, program, append([]string{"gateway", "run", "--state-dir", w.gatewayDir()}, args...)...)
 }
 
 // A client is a namespace with, or without, a sidecar.
@@ -165,7 +170,7 @@ func (w *world) client0() *client { return w.clients[0] }
 
 // watch makes a client of a namespace by its uplink.
 func (w *world) watch(uplink *netlab.Iface) *client {
-	c := &client{w: w, ns: uplink.NS, uplink: uplink, capture: uplink.Capture(gatewayEnd4, gatewayEnd6)}
+	c := &client{w: w, ns: uplink.NS, uplink: uplink, capture: uplink.Capture(w.ends...)}
 	w.clients = append(w.clients, c)
 	return c
 }
@@ -187,7 +192,7 @@ func (c *client) args(token string, more ...string) []string {
 // start runs the sidecar.
 func (c *client) start(token string, args ...string) {
 	c.w.t.Helper()
-	c.sidecar = c.ns.Start(c.w.ctx, binary, c.args(token, args...)...)
+	c.sidecar = c.ns.Start(c.w.ctx, program, c.args(token, args...)...)
 }
 
 // join runs the sidecar and waits until the tunnel carries IPv4 and IPv6.
@@ -200,6 +205,13 @@ func (c *client) join(token string, args ...string) {
 // waitUp waits until the internet answers through the tunnel by both versions.
 func (c *client) waitUp(within time.Duration) {
 	c.w.t.Helper()
+	c.waitFor(within, servers...)
+}
+
+// waitFor waits until the servers answer through the tunnel. Nothing is sent
+// before the route is there: it would be in clear.
+func (c *client) waitFor(within time.Duration, servers ...netip.Addr) {
+	c.w.t.Helper()
 	ctx, cancel := context.WithTimeout(c.w.ctx, within)
 	defer cancel()
 	for _, server := range servers {
@@ -208,8 +220,7 @@ func (c *client) waitUp(within time.Duration) {
 			err = c.ns.WaitPing(ctx, server)
 		}
 		if err != nil {
-			c.w.t.Fatalf("%s has no tunnel after %v: %v\nsidecar:\n%s\ngateway:\n%s",
-				c.ns.Name, within, err, c.sidecar.Log(), c.w.gateway.Log())
+			c.w.t.Fatalf("%s does not reach %s by the tunnel after %v: %v", c.ns.Name, server, within, err)
 		}
 	}
 }
@@ -245,12 +256,52 @@ func (c *client) checkPages() {
 	}
 }
 
-// stop stops a role gracefully.
-func stop(t *testing.T, c *netlab.Cmd) {
-	t.Helper()
+// stopRole stops a role gracefully.
+func (w *world) stopRole(c *netlab.Cmd) {
+	w.t.Helper()
 	if err := c.Stop(10 * time.Second); err != nil {
-		t.Errorf("stop %s: %v; it printed:\n%s", c.Args[1], err, c.Log())
+		w.t.Errorf("stop %s: %v; it printed:\n%s", c.Args[1], err, c.Log())
 	}
+}
+
+// stop stops the sidecar, once no TCP connection is under way that would go on
+// in clear afterwards. The capture must show nothing of the stop.
+func (c *client) stop() {
+	c.w.t.Helper()
+	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		busy := c.connections()
+		if len(busy) == 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			c.w.t.Fatalf("connections of %s do not end: %s", c.ns.Name, busy)
+		}
+	}
+	c.w.stopRole(c.sidecar)
+}
+
+// connections returns the namespace's TCP sockets that may still send.
+func (c *client) connections() (busy []string) {
+	c.w.t.Helper()
+	const timeWait, listen = "06", "0A" // of the kernel's tcp_states.h
+	err := c.ns.Do(func() error {
+		for _, file := range []string{"tcp", "tcp6"} {
+			table, err := os.ReadFile("/proc/thread-self/net/" + file)
+			if err != nil {
+				return err
+			}
+			for _, line := range strings.Split(strings.TrimSpace(string(table)), "\n")[1:] {
+				if f := strings.Fields(line); f[3] != timeWait && f[3] != listen {
+					busy = append(busy, strings.Join(f[1:4], " "))
+				}
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		c.w.t.Fatal(err)
+	}
+	return busy
 }
 
 // checkTunnel fails unless the uplink showed a tunnel and nothing in clear.
