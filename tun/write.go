@@ -20,11 +20,14 @@ type writer struct {
 	split packet.Splitter
 	hdr   [vnetLen]byte
 	iov   [2 + 128]unix.Iovec
+	// sys is the system call.
+	sys func(fd uintptr, iov []unix.Iovec) unix.Errno
 }
 
 func (w *writer) init(d *Device) {
 	w.dev = d
 	w.put = w.putAll
+	w.sys = writev
 	w.co.Emit = w.emit
 }
 
@@ -95,7 +98,7 @@ func (w *writer) emit(r *packet.Run) {
 			v.gso |= unix.VIRTIO_NET_HDR_GSO_ECN
 		}
 	}
-	errno := w.writev(v, r.Pieces)
+	errno := w.super(v, r.Pieces)
 	switch {
 	case errno == 0:
 	case errno != unix.EINVAL:
@@ -146,18 +149,19 @@ func (w *writer) plain(b []byte) {
 func (w *writer) one(b []byte) {
 	w.set(0, w.hdr[:])
 	w.set(1, b)
-	if errno := w.syscall(2); errno != 0 {
+	if errno := w.sys(w.fd, w.iov[:2]); errno != 0 {
 		w.failed(errno, 1)
 	}
 }
 
-func (w *writer) writev(v vnet, pieces [][]byte) unix.Errno {
+// super writes the header and the pieces of a super-packet.
+func (w *writer) super(v vnet, pieces [][]byte) unix.Errno {
 	v.put(w.hdr[:])
 	w.set(0, w.hdr[:])
 	for i, b := range pieces {
 		w.set(1+i, b)
 	}
-	return w.syscall(1 + len(pieces))
+	return w.sys(w.fd, w.iov[:1+len(pieces)])
 }
 
 func (w *writer) set(i int, b []byte) {
@@ -165,11 +169,11 @@ func (w *writer) set(i int, b []byte) {
 	w.iov[i].SetLen(len(b))
 }
 
-// syscall writes the first n pieces. The kernel handles a packet through its
-// whole network stack within the call.
-func (w *writer) syscall(n int) unix.Errno {
+// writev writes one packet. The kernel takes it through its whole network stack
+// within the call.
+func writev(fd uintptr, iov []unix.Iovec) unix.Errno {
 	for {
-		_, _, errno := unix.Syscall(unix.SYS_WRITEV, w.fd, uintptr(unsafe.Pointer(&w.iov[0])), uintptr(n))
+		_, _, errno := unix.Syscall(unix.SYS_WRITEV, fd, uintptr(unsafe.Pointer(unsafe.SliceData(iov))), uintptr(len(iov)))
 		if errno != unix.EINTR {
 			return errno
 		}
