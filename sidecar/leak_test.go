@@ -261,6 +261,7 @@ func (l *lab) tryAll() {
 
 // TestNothingLeaves makes every attempt in every state of the sidecar.
 func TestNothingLeaves(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	// The multicast groups need no router to be sent to.
 	sniffer := sniff(t, l.UplinkClientIf)
@@ -323,6 +324,7 @@ func TestNothingLeaves(t *testing.T) {
 
 // TestRefusedAtOnce: programs do not hang on what the kill switch refuses.
 func TestRefusedAtOnce(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	cmd := l.start(childSettings{})
 	for to, from := range map[string]string{
@@ -356,6 +358,7 @@ func TestRefusedAtOnce(t *testing.T) {
 // TestNeighboursAndPublishedPorts: what is on the link can be reached, and what
 // comes in beside the tunnel is answered there, from off the link too.
 func TestNeighboursAndPublishedPorts(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	for _, name := range []string{"all", "default", "eth0"} {
 		l.Client.Sysctl("net.ipv4.conf."+name+".rp_filter", "1")
@@ -450,6 +453,7 @@ func TestNeighboursAndPublishedPorts(t *testing.T) {
 // TestWhoMayComeIn: out of the tunnel come answers, pings, and connections of
 // the network's other clients; nobody else sees that anything listens.
 func TestWhoMayComeIn(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	l.Client.ServeHTTP(8080)
 	cmd := l.start(childSettings{})

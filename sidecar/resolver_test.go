@@ -116,6 +116,7 @@ func answerDNS(query []byte) (reply []byte, name string) {
 // TestGatewayByName: the gateway's name is asked for past the tunnel, and
 // nothing but that.
 func TestGatewayByName(t *testing.T) {
+	t.Parallel()
 	tests := []struct {
 		name, conf, listen string
 		where              func(l *lab) *netlab.NS

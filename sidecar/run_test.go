@@ -17,6 +17,7 @@ import (
 )
 
 func TestStopLeavesNothing(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	before := l.snapshot()
 	cmd := l.start(childSettings{})
@@ -35,6 +36,7 @@ func TestStopLeavesNothing(t *testing.T) {
 // TestFailedStartLeavesNothing has each step fail for the reason for which it
 // fails in the field.
 func TestFailedStartLeavesNothing(t *testing.T) {
+	t.Parallel()
 	noAdmin := []string{"setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin"}
 	occupy := func(l *lab) {
 		l.sh("ip", "link", "add", "quicvpn0", "type", "veth", "peer", "name", "other")
@@ -87,6 +89,7 @@ func TestFailedStartLeavesNothing(t *testing.T) {
 }
 
 func TestSecondSidecarIsRefused(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	first := l.start(childSettings{})
 	running := l.snapshot()
@@ -107,6 +110,7 @@ func TestSecondSidecarIsRefused(t *testing.T) {
 // TestStartAfterSIGKILL: nothing is there twice, nothing is in the way, and a
 // stop cleans up what the killed one left too.
 func TestStartAfterSIGKILL(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	before := l.snapshot()
 	cmd := l.start(childSettings{})
@@ -133,6 +137,7 @@ func TestStartAfterSIGKILL(t *testing.T) {
 // TestFailedStartAfterSIGKILL: the kill switch of the killed one must not be
 // lifted by a start that fails.
 func TestFailedStartAfterSIGKILL(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	l.start(childSettings{}).Kill()
 	l.Client.Hide("/dev/net")
@@ -149,6 +154,7 @@ func TestFailedStartAfterSIGKILL(t *testing.T) {
 }
 
 func TestKillSwitchModes(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	before := l.snapshot()
 	stands := func() bool { return strings.Contains(strings.Join(l.snapshot(), "\n"), killSwitchTable) }
@@ -179,6 +185,7 @@ func TestKillSwitchModes(t *testing.T) {
 
 // TestRepairsItself has other programs change everything that the sidecar set.
 func TestRepairsItself(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	cmd := l.start(childSettings{})
 	l.ping(toyRemote4, toyRemote6)
@@ -224,6 +231,7 @@ func TestRepairsItself(t *testing.T) {
 
 // TestUplinkChanges: addresses and interfaces come and go.
 func TestUplinkChanges(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	cmd := l.start(childSettings{})
 	l.Lab.Link(l.Client, l.Internet, netlab.LinkConfig{
@@ -246,6 +254,7 @@ func TestUplinkChanges(t *testing.T) {
 }
 
 func TestIPv6(t *testing.T) {
+	t.Parallel()
 	t.Run("off by sysctl", func(t *testing.T) {
 		l := newLab(t)
 		l.Client.Sysctl("net.ipv6.conf.all.disable_ipv6", "1")
@@ -314,6 +323,7 @@ func (l *lab) unreachable6() {
 // TestReversePathFilter: neither the strict filter nor a read-only /proc/sys,
 // as containers have it, is in the way.
 func TestReversePathFilter(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	for _, name := range []string{"all", "default", "eth0"} {
 		l.Client.Sysctl("net.ipv4.conf."+name+".rp_filter", "1")
@@ -326,6 +336,7 @@ func TestReversePathFilter(t *testing.T) {
 }
 
 func TestMTUIsCapped(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	cmd := l.start(childSettings{MTU: 1300})
 	link := l.link("quicvpn0")
@@ -347,6 +358,7 @@ func (l *lab) link(name string) netlink.Link {
 // TestReconnects: a gateway that falls silent, one that ends the session, one
 // that gives other addresses, and a process that is stopped for a while.
 func TestReconnects(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	cmd := l.start(childSettings{})
 	l.ping(toyRemote4)
@@ -388,6 +400,7 @@ func TestReconnects(t *testing.T) {
 
 // TestFollowsTheGatewaysName: by /etc/hosts, which is read at each attempt.
 func TestFollowsTheGatewaysName(t *testing.T) {
+	t.Parallel()
 	l := newLab(t)
 	hosts := filepath.Join(t.TempDir(), "hosts")
 	write := func(a netip.Addr) {
@@ -404,6 +417,12 @@ func TestFollowsTheGatewaysName(t *testing.T) {
 	if err := cmd.WaitLog(l.ctx, "the namespace is set up"); err != nil {
 		t.Fatal(err)
 	}
+	l.eventually(5*time.Second, func() error {
+		if !strings.Contains(l.sh("nft", "list", "ruleset"), "198.51.100.77") {
+			return errors.New("the first address is not dialled")
+		}
+		return nil
+	})
 	write(netlab.GatewayAddr6)
 	if err := cmd.WaitLog(l.ctx, "msg=connected"); err != nil {
 		t.Fatal(err)

@@ -138,6 +138,9 @@ func New(cfg Config) (*Sidecar, error) {
 		Log:    s.cfg.Log,
 	}
 	s.dial = func(ctx context.Context, gateway netip.AddrPort) (session, error) {
+		if err := checkWay(ctx, gateway); err != nil {
+			return nil, err
+		}
 		t, err := dialer.Dial(ctx, gateway)
 		if err != nil {
 			return nil, err

@@ -9,14 +9,12 @@ import (
 	"net"
 	"net/netip"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
 	"golang.org/x/net/icmp"
 	"golang.org/x/net/ipv4"
 	"golang.org/x/net/ipv6"
-	"golang.org/x/sys/unix"
 
 	"github.com/quicvpn/quicvpn/internal/netlab"
 	"github.com/quicvpn/quicvpn/internal/packet"
@@ -59,14 +57,7 @@ type toySession struct {
 }
 
 func dialToy(ctx context.Context, gateway netip.AddrPort) (session, error) {
-	d := net.Dialer{Control: func(_, _ string, c syscall.RawConn) error {
-		var err error
-		if e := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MARK, Mark) }); e != nil {
-			return e
-		}
-		return err
-	}}
-	conn, err := d.DialContext(ctx, "udp", gateway.String())
+	conn, err := dialMarked(ctx, "udp", gateway.String())
 	if err != nil {
 		return nil, err
 	}
