@@ -36,6 +36,8 @@ type connector struct {
 
 	dial   func(ctx context.Context, gateway netip.AddrPort) (session, error)
 	lookup func(ctx context.Context, host string) ([]netip.Addr, error)
+	// check refuses a session that cannot be used.
+	check func(session) error
 	// allow is called with all the addresses that may be dialled from now on,
 	// before they are.
 	allow func(gateways []netip.AddrPort)
@@ -224,6 +226,10 @@ func (c *connector) connect(ctx context.Context) session {
 	}
 	var back backoff
 	var said repeated
+	select {
+	case <-c.moved: // while there was a session
+	default:
+	}
 	for round := 0; ; round++ {
 		started := time.Now()
 		start(round)

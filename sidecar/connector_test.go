@@ -82,6 +82,7 @@ type world struct {
 	adopted  []*fakeSession
 	dropped  int
 	resized  []int
+	unusable error // what is wrong with every session
 	answer   func(ctx context.Context, gateway netip.AddrPort) (session, error)
 	resolved func(ctx context.Context) ([]netip.Addr, error)
 }
@@ -121,6 +122,7 @@ func newWorld(host string) *world {
 			w.adopted = append(w.adopted, s.(*fakeSession))
 			return nil
 		},
+		check:  func(s session) error { return w.unusable },
 		drop:   func(session) { w.mu.Lock(); defer w.mu.Unlock(); w.dropped++ },
 		resize: func(s session) { w.mu.Lock(); defer w.mu.Unlock(); w.resized = append(w.resized, s.MTU()) },
 	}
@@ -476,6 +478,33 @@ func TestSilentSessionThatEndsIsSearchedFor(t *testing.T) {
 				t.Errorf("%d sessions, want 2", n)
 			}
 		})
+	})
+}
+
+func TestUnusableSessionIsClosed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(literal)
+		w.unusable = errors.New("the gateway gave this client the address 127.0.0.1")
+		var given []*fakeSession
+		w.set(func(_ context.Context, gateway netip.AddrPort) (session, error) {
+			s := newFakeSession(gateway)
+			given = append(given, s)
+			return s, nil
+		})
+		w.run(t, func() { time.Sleep(time.Minute) })
+		if len(w.sessions()) != 0 {
+			t.Error("it was adopted")
+		}
+		for _, s := range given {
+			select {
+			case <-s.ended:
+			default:
+				t.Error("a session is left open")
+			}
+		}
+		if len(given) < 10 || !strings.Contains(w.text(), "the address 127.0.0.1") {
+			t.Errorf("%d attempts:\n%s", len(given), w.text())
+		}
 	})
 }
 

@@ -375,8 +375,22 @@ func TestNeighboursAndPublishedPorts(t *testing.T) {
 			t.Errorf("get %s from %s: %v\n%s", url, ns.Name, err, l.dump())
 		}
 	}
+	sniffer := sniff(t, l.UplinkClientIf)
 	all := func() {
 		t.Helper()
+		// Neighbours are found, and an address is kept.
+		l.sh("ip", "neigh", "flush", "dev", "eth0")
+		if err := l.Client.Do(func() error {
+			return sendUDP("255.255.255.255:67", bindTo("eth0"), broadcasting, func(fd int) error {
+				return errors.Join(unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1),
+					unix.Bind(fd, &unix.SockaddrInet4{Port: 68}))
+			})("DHCP")
+		}); err != nil {
+			t.Errorf("DHCP: %v", err)
+		}
+		if !slices.Contains(sniffer.take(), "DHCP") {
+			t.Error("a DHCP request does not leave")
+		}
 		get(l.Client, "http://192.0.2.1:8080/")
 		get(l.Client, "http://[2001:db8:1::1]:8080/")
 		get(l.Uplink, "http://192.0.2.2:8081/")

@@ -78,7 +78,6 @@ func child(settings string) int {
 		s.dial = dialToy
 	}
 	err = s.Run(ctx)
-	log.Info("drops", "by_reason", s.drops.Snapshot())
 	stop()
 	signal.Reset()
 	if leaked := goleak.Find(before, goleak.IgnoreTopFunction("os/signal.loop")); leaked != nil {

@@ -46,6 +46,7 @@ type network struct {
 	want    wanted
 	way     way
 	noIPv6  string // why there is no IPv6, as last said
+	overlap string // of addresses, as last said
 	trouble repeated
 }
 
@@ -190,6 +191,7 @@ func (n *network) syncLocked() error {
 		}
 	}
 	n.noticeLocked(links)
+	n.warnLocked(links)
 	dev := n.dev.Load()
 	if dev == nil {
 		return nil // being opened again
@@ -241,6 +243,27 @@ func (n *network) grantedLocked() (v4, v6 []netip.Addr) {
 		v6 = nil
 	}
 	return v4, v6
+}
+
+// warnLocked says once which neighbours hide clients of the network.
+func (n *network) warnLocked(links []uplink) {
+	if n.want.grant == nil {
+		return
+	}
+	now := overlaps(*n.want.grant, links)
+	if now != "" && now != n.overlap {
+		n.log.Warn("addresses overlap: the network's clients at such addresses cannot be reached; choose another --pool at the gateway, or another subnet here", "overlap", now)
+	}
+	n.overlap = now
+}
+
+// check refuses a session whose grant cannot be used here.
+func (n *network) check(s session) error {
+	links, err := uplinks(n.nl, n.cfg.Interface)
+	if err != nil {
+		return err
+	}
+	return checkGrant(s.Grant(), links)
 }
 
 // A way is what the way to the gateway looks like: the uplinks, and for each of

@@ -29,7 +29,7 @@ func (c *connector) round(ctx context.Context) (session, error) {
 	attempt := func(a netip.Addr) {
 		c.losers.Go(func() {
 			started := time.Now()
-			s, err := c.dial(ctx, netip.AddrPortFrom(a, c.port))
+			s, err := c.open(ctx, a)
 			select {
 			case outcomes <- outcome{s, a, time.Since(started), err}:
 			case <-ctx.Done():
@@ -94,6 +94,19 @@ func (c *connector) round(ctx context.Context) (session, error) {
 	}
 }
 
+// open dials one address.
+func (c *connector) open(ctx context.Context, a netip.Addr) (session, error) {
+	s, err := c.dial(ctx, netip.AddrPortFrom(a, c.port))
+	if err != nil {
+		return nil, err
+	}
+	if err := c.check(s); err != nil {
+		s.Close("the client cannot use what it was given")
+		return nil, err
+	}
+	return s, nil
+}
+
 // resolution is the outcome of a lookup.
 type resolution struct {
 	addrs []netip.Addr
@@ -129,7 +142,7 @@ func (c *connector) targets(addrs []netip.Addr) []netip.Addr {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if literal, err := netip.ParseAddr(c.host); err == nil {
-		return []netip.Addr{literal}
+		return []netip.Addr{literal.Unmap()}
 	}
 	if addrs == nil {
 		addrs = c.known

@@ -223,6 +223,7 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 		host:   s.host,
 		port:   s.port,
 		dial:   s.dial,
+		check:  n.check,
 		lookup: (&resolver{allow: n.allowResolver}).lookup,
 		allow:  n.allowGateways,
 		adopt:  n.adopt,
@@ -235,5 +236,7 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 	g.Go(func() error { return n.keep(ctx) })
 	g.Go(func() error { return n.pump(ctx) })
 	g.Go(func() error { c.run(ctx); return nil })
-	return g.Wait()
+	err = g.Wait()
+	s.cfg.Log.Info("stopped", "drops", s.drops.Snapshot())
+	return err
 }

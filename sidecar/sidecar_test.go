@@ -301,6 +301,50 @@ func TestPolicyEqual(t *testing.T) {
 	}
 }
 
+func TestGrants(t *testing.T) {
+	var b netipx.IPSetBuilder
+	b.AddPrefix(netip.MustParsePrefix("10.91.3.0/24"))
+	set, err := b.IPSet()
+	if err != nil {
+		t.Fatal(err)
+	}
+	links := []uplink{{name: "eth0", addrs: []netip.Addr{netip.MustParseAddr("10.91.3.2"), addr6a}, onLink: set.Ranges()}}
+	for text, want := range map[string]string{
+		"10.88.0.5":        "",
+		"fd88::5":          "",
+		"10.91.3.7":        "", // a neighbour's, perhaps, but not ours
+		"10.91.3.2":        "interface eth0 has already",
+		"::ffff:10.91.3.2": "interface eth0 has already",
+		"2001:db8::1":      "interface eth0 has already",
+		"127.0.0.1":        "no host's",
+		"0.0.0.0":          "no host's",
+		"255.255.255.255":  "no host's",
+		"224.0.0.1":        "no host's",
+		"169.254.169.254":  "no host's",
+		"::1":              "no host's",
+		"fe80::1":          "no host's",
+		"ff02::1":          "no host's",
+	} {
+		err := checkGrant(tunnel.Grant{Addresses: []netip.Addr{netip.MustParseAddr(text)}}, links)
+		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v, want %q", text, err, want)
+		}
+	}
+	if checkGrant(tunnel.Grant{}, links) == nil || checkGrant(tunnel.Grant{Addresses: make([]netip.Addr, 100)}, links) == nil {
+		t.Error("no address, or a hundred, are accepted")
+	}
+	for peers, want := range map[string]string{
+		"10.91.0.0/16": "the network's 10.91.0.0/16 and 10.91.3.0/24 of eth0",
+		"10.91.3.7/32": "the network's 10.91.3.7/32 and 10.91.3.0/24 of eth0",
+		"10.92.0.0/16": "",
+		"fd88::/64":    "",
+	} {
+		if got := overlaps(tunnel.Grant{Peers: []netip.Prefix{netip.MustParsePrefix(peers)}}, links); got != want {
+			t.Errorf("%s: got %q, want %q", peers, got, want)
+		}
+	}
+}
+
 // TestInboxWritesRuns is about what a peer's packets are passed on as.
 func TestInboxWritesRuns(t *testing.T) {
 	var drops packet.Drops
