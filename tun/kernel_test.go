@@ -263,3 +263,39 @@ func TestWriterFallsBack(t *testing.T) {
 		t.Errorf("refused %d super-packets, want 4", refused)
 	}
 }
+
+// The kernel cuts a super-packet that is written whole as the splitter does.
+func TestKernelCutsAsTheSplitter(t *testing.T) {
+	in, out := router(t, none)
+	for _, v6 := range []bool{false, true} {
+		for _, tcp := range []bool{false, true} {
+			for _, flags := range []byte{0x10, 0x18, 0x19, 0x90, 0xd9} { // up to CWR, ECE, ACK, PSH, FIN
+				super := flow(v6, tcp, 1000, []int{40000})[0]
+				h, err := packet.Parse(super)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if tcp {
+					super[h.IPLen+13] = flags
+				}
+				var split packet.Splitter
+				split.Reset(&packet.Packet{Data: bytes.Clone(super), Segment: 1348}, h, 0)
+				var want [][]byte
+				for b := split.Next(); b != nil; b = split.Next() {
+					b = bytes.Clone(b)
+					packet.DecrementHopLimit(b)
+					want = append(want, b)
+				}
+				if err := in.Queues()[0].Write([]packet.Packet{{Data: super, Segment: 1348}}); err != nil {
+					t.Fatal(err)
+				}
+				got := readAll(t, out.Queues()[0], len(want))
+				for i := range want {
+					if !bytes.Equal(got[i], want[i]) {
+						t.Fatalf("v6=%v tcp=%v flags %x, segment %d:\n%x\n%x", v6, tcp, flags, i, got[i][:80], want[i][:80])
+					}
+				}
+			}
+		}
+	}
+}

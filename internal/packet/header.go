@@ -69,71 +69,68 @@ var (
 // Parse reads the headers of one packet or super-packet. It refuses a packet
 // whose length is not exactly what its IP header says, and one whose TCP or UDP
 // header is not whole although it is no fragment. It does not verify checksums.
-func Parse(b []byte) (Header, error) {
-	if len(b) == 0 {
-		return Header{}, errShort
+func Parse(b []byte) (h Header, err error) {
+	switch {
+	case len(b) == 0:
+		err = errShort
+	case b[0]>>4 == 4:
+		err = h.parse4(b)
+	case b[0]>>4 == 6:
+		err = h.parse6(b)
+	default:
+		err = errVersion
 	}
-	switch b[0] >> 4 {
-	case 4:
-		return parse4(b)
-	case 6:
-		return parse6(b)
-	}
-	return Header{}, errVersion
+	return h, err
 }
 
-func parse4(b []byte) (Header, error) {
+func (h *Header) parse4(b []byte) error {
 	if len(b) < ipv4Len {
-		return Header{}, errShort
+		return errShort
 	}
 	if int(binary.BigEndian.Uint16(b[2:])) != len(b) {
-		return Header{}, errLength
+		return errLength
 	}
 	n := int(b[0]&0x0f) * 4
 	if n < ipv4Len {
-		return Header{}, errHeader
+		return errHeader
 	}
 	if n > len(b) {
-		return Header{}, errShort
+		return errShort
 	}
 	frag := binary.BigEndian.Uint16(b[6:])
-	h := Header{
-		Version:        4,
-		Proto:          b[9],
-		HopLimit:       b[8],
-		TrafficClass:   b[1],
-		Src:            netip.AddrFrom4([4]byte(b[12:16])),
-		Dst:            netip.AddrFrom4([4]byte(b[16:20])),
-		IPLen:          n,
-		HeaderLen:      n,
-		Fragment:       frag&0x3fff != 0,
-		FragmentOffset: int(frag&0x1fff) * 8,
-		DontFragment:   frag&0x4000 != 0,
-	}
-	return h, h.parseTransport(b)
+	h.Version = 4
+	h.Proto = b[9]
+	h.HopLimit = b[8]
+	h.TrafficClass = b[1]
+	h.Src = netip.AddrFrom4([4]byte(b[12:16]))
+	h.Dst = netip.AddrFrom4([4]byte(b[16:20]))
+	h.IPLen = n
+	h.HeaderLen = n
+	h.Fragment = frag&0x3fff != 0
+	h.FragmentOffset = int(frag&0x1fff) * 8
+	h.DontFragment = frag&0x4000 != 0
+	return h.parseTransport(b)
 }
 
-func parse6(b []byte) (Header, error) {
+func (h *Header) parse6(b []byte) error {
 	if len(b) < ipv6Len {
-		return Header{}, errShort
+		return errShort
 	}
 	if int(binary.BigEndian.Uint16(b[4:])) != len(b)-ipv6Len {
-		return Header{}, errLength
+		return errLength
 	}
-	h := Header{
-		Version:      6,
-		Proto:        b[6],
-		HopLimit:     b[7],
-		TrafficClass: b[0]<<4 | b[1]>>4,
-		Src:          netip.AddrFrom16([16]byte(b[8:24])),
-		Dst:          netip.AddrFrom16([16]byte(b[24:40])),
-		IPLen:        ipv6Len,
-	}
+	h.Version = 6
+	h.Proto = b[6]
+	h.HopLimit = b[7]
+	h.TrafficClass = b[0]<<4 | b[1]>>4
+	h.Src = netip.AddrFrom16([16]byte(b[8:24]))
+	h.Dst = netip.AddrFrom16([16]byte(b[24:40]))
+	h.IPLen = ipv6Len
 	if err := h.parseExtensions(b); err != nil {
-		return Header{}, err
+		return err
 	}
 	h.HeaderLen = h.IPLen
-	return h, h.parseTransport(b)
+	return h.parseTransport(b)
 }
 
 // parseExtensions walks to the transport header, or to what follows the fragment
