@@ -33,10 +33,12 @@ lint:
 # own and the seeds of all fuzz targets too.
 test: setup
 	CGO_ENABLED=1 $(GO) test -race -p 2 $(UNIT)
+	cd internal/bench && CGO_ENABLED=1 $(GO) test -race ./...
 
-# The tests that run the binary as a user would.
-e2e: setup build
-	CGO_ENABLED=1 $(GO) test -race -count=1 -timeout=8m ./e2e
+# The tests that run the binary as a user would. Most of their time they wait.
+# With RACE=1 the binary has the race detector in it.
+e2e: setup
+	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(if $(RACE),-race) -count=1 -parallel=8 -timeout=8m ./e2e
 
 # Every fuzz target for FUZZTIME.
 fuzz:
@@ -50,8 +52,9 @@ demo: setup build
 
 # QUICK=1 takes under 50 seconds.
 bench-tunnel: setup build
-	@cd internal/bench && $(GO) build -o ../../bin/bench-tunnel ./tunnel
-	@bin/bench-tunnel $(if $(QUICK),-quick) bin/quicvpn
+	@cd internal/bench && $(GO) build -o ../../bin/bench-tunnel ./tunnel && \
+		$(GO) build -o ../../bin/wireguard-go golang.zx2c4.com/wireguard
+	@bin/bench-tunnel $(if $(QUICK),-quick) bin/quicvpn bin/wireguard-go
 
 bench-tun: setup
 	cd internal/bench && $(GO) run ./tun

@@ -20,11 +20,11 @@ import (
 
 // options are the command line.
 type options struct {
-	binary   string // the quicvpn to measure
-	quick    bool
-	rounds   int
-	duration time.Duration
-	sessions int
+	quicvpn, wireguard string // binaries
+	quick              bool
+	rounds             int
+	duration           time.Duration
+	sessions           int
 }
 
 func main() {
@@ -36,7 +36,7 @@ func main() {
 	flag.IntVar(&o.sessions, "sessions", 1000, "idle sessions whose memory in the gateway is measured; 0 for none")
 	flag.StringVar(&client, "idle-client", "", "for itself: open the sessions with the token in this file, and wait")
 	flag.Usage = func() {
-		fmt.Fprintln(flag.CommandLine.Output(), "usage: tunnel [flags] PATH-OF-QUICVPN")
+		fmt.Fprintln(flag.CommandLine.Output(), "usage: tunnel [flags] PATH-OF-QUICVPN PATH-OF-WIREGUARD-GO")
 		flag.PrintDefaults()
 	}
 	flag.Parse()
@@ -47,15 +47,18 @@ func main() {
 		if client != "" {
 			return openSessions(ctx, client, o.sessions)
 		}
-		if flag.NArg() != 1 {
+		if flag.NArg() != 2 {
 			flag.Usage()
-			return errors.New("no quicvpn to measure")
+			return errors.New("it takes two binaries to compare")
 		}
 		if o.quick {
 			o.rounds, o.duration = 2, time.Second
 		}
 		var err error
-		if o.binary, err = filepath.Abs(flag.Arg(0)); err != nil {
+		if o.quicvpn, err = filepath.Abs(flag.Arg(0)); err != nil {
+			return err
+		}
+		if o.wireguard, err = filepath.Abs(flag.Arg(1)); err != nil {
 			return err
 		}
 		return netlab.Main(ctx, "quicvpn-bench", func(ctx context.Context, tb netlab.TB) { measure(ctx, tb, o) })
@@ -68,13 +71,17 @@ func main() {
 
 // measure is the whole of it, in order.
 func measure(ctx context.Context, tb netlab.TB, o options) {
-	rigs := []*rig{bareRig(ctx, tb), wireguardRig(ctx, tb), quicvpnRig(ctx, tb, o.binary)}
-	idle := rigs[2].memory(tb)
+	bare, wireguard, quicvpn := bareRig(ctx, tb), wireguardRig(ctx, tb, o.wireguard), quicvpnRig(ctx, tb, o.quicvpn)
+	rigs := []*rig{bare, wireguard, quicvpn}
+	idle := memory(tb, quicvpn.tunnels[0])
 	samples := make(map[cell][]sample)
 	for round := range o.rounds {
 		for _, w := range workloads {
 			for i := range rigs {
 				r := rigs[(i+round)%len(rigs)] // nobody is always first
+				if r == bare && o.quick && round > 0 {
+					continue
+				}
 				s, err := r.run(ctx, w, o.duration)
 				if err != nil {
 					tb.Fatalf("%s, %s: %v", r.name, w.name, err)
@@ -86,12 +93,12 @@ func measure(ctx context.Context, tb netlab.TB, o options) {
 	}
 	printTable(os.Stdout, samples)
 	fmt.Printf("\nMedians of %d rounds of %v, interleaved.\n", o.rounds, o.duration)
-	fmt.Printf("Resident memory of the sidecar: %.1f MB idle, %.1f MB after the load.\n", idle, rigs[2].memory(tb))
+	fmt.Printf("Resident memory of the sidecar: %.1f MB idle, %.1f MB after the load.\n", idle, memory(tb, quicvpn.tunnels[0]))
 	for _, r := range rigs {
 		r.stop()
 	}
 	if o.sessions > 0 {
-		none, all := idleSessions(ctx, tb, o.binary, o.sessions)
+		none, all := idleSessions(ctx, tb, o.quicvpn, o.sessions)
 		fmt.Printf("Resident memory of the gateway: %.1f MB without a session, %.1f MB with %d idle ones (%.1f KB each).\n",
 			none, all, o.sessions, (all-none)*1000/float64(o.sessions))
 	}

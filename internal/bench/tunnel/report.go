@@ -8,15 +8,15 @@ import (
 // printTable prints a Markdown table, a row for each workload.
 func printTable(w io.Writer, samples map[cell][]sample) {
 	const bare, wireguard, quicvpn = "bare veth", "wireguard-go", "quicvpn"
-	gbits := func(s sample) float64 { return s.gbits }
-	packets := func(s sample) float64 { return s.packets / 1000 }
-	cpu := func(s sample) float64 { return s.cpu }
+	gbits := func(s sample) []float64 { return []float64{s.gbits} }
+	packets := func(s sample) []float64 { return []float64{s.packets / 1000} }
+	cpu := func(s sample) []float64 { return []float64{s.cpu} }
 
 	fmt.Fprintln(w, "| | bare veth | wireguard-go | quicvpn | to wireguard-go | CPU s/Gbit, both ends: wireguard-go | quicvpn | to wireguard-go |")
 	fmt.Fprintln(w, "| --- | --- | --- | --- | --- | --- | --- | --- |")
 	for _, load := range workloads {
-		of := func(rig string, get func(sample) float64) float64 {
-			return median(samples[cell{rig, load.name}], get)
+		of := func(rig string, get func(sample) []float64) float64 {
+			return median(values(samples[cell{rig, load.name}], get))
 		}
 		what, unit := gbits, "Gbit/s"
 		if load.run.UDP > 0 {
@@ -35,8 +35,8 @@ func printTable(w io.Writer, samples map[cell][]sample) {
 		}
 		fmt.Fprintf(w, "| %s: median / p99 |", load.name)
 		for _, rig := range []string{bare, wireguard, quicvpn} {
-			of := func(q float64) float64 { return quantile(samples[cell{rig, load.name}], q, pings) }
-			fmt.Fprintf(w, " %.2f / %.1f |", of(0.5), of(0.99))
+			ms := values(samples[cell{rig, load.name}], pings)
+			fmt.Fprintf(w, " %.2f / %.1f |", median(ms), quantile(ms, 0.99))
 		}
 		fmt.Fprintln(w)
 	}

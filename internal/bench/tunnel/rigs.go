@@ -11,7 +11,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"time"
@@ -20,9 +19,6 @@ import (
 
 	"github.com/quicvpn/quicvpn/internal/netlab"
 )
-
-// wireguardGo is what quicvpn is measured against.
-const wireguardGo = "golang.zx2c4.com/wireguard@v0.0.0-20260522210424-ecfc5a8d5446"
 
 var (
 	iperfEnd   = netip.AddrPortFrom(netlab.ServerAddr4, 5201)
@@ -76,9 +72,8 @@ func startGateway(ctx context.Context, tb netlab.TB, top *netlab.Topology, binar
 }
 
 // wireguardRig runs two wireguard-go, set up through their sockets.
-func wireguardRig(ctx context.Context, tb netlab.TB) *rig {
+func wireguardRig(ctx context.Context, tb netlab.TB, binary string) *rig {
 	r := newRig(ctx, tb, "wireguard-go")
-	binary := buildWireguard(ctx, tb)
 	keys := make([]*ecdh.PrivateKey, 2)
 	for i := range keys {
 		key, err := ecdh.X25519().GenerateKey(rand.Reader)
@@ -126,17 +121,6 @@ func wireguardRig(ctx context.Context, tb netlab.TB) *rig {
 	}
 	r.waitTunnel(ctx, tb, "wg0")
 	return r
-}
-
-func buildWireguard(ctx context.Context, tb netlab.TB) string {
-	dir := tb.TempDir()
-	build := exec.CommandContext(ctx, "go", "install", wireguardGo)
-	build.Env = append(os.Environ(), "GOBIN="+dir, "CGO_ENABLED=0")
-	build.Dir = dir // outside of any module
-	if out, err := build.CombinedOutput(); err != nil {
-		tb.Fatalf("build wireguard-go: %v: %s", err, out)
-	}
-	return filepath.Join(dir, "wireguard")
 }
 
 // uapi sends a configuration to wireguard's socket, once it is there.

@@ -100,9 +100,7 @@ func (r *rig) cpu() (total time.Duration, err error) {
 	return total, nil
 }
 
-// memory returns the resident memory of the client's end in MB.
-func (r *rig) memory(tb netlab.TB) float64 { return memory(tb, r.tunnels[0]) }
-
+// memory returns a process' resident memory in MB.
 func memory(tb netlab.TB, c *netlab.Cmd) float64 {
 	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", c.Process.Pid))
 	if err != nil {
@@ -120,20 +118,29 @@ func memory(tb netlab.TB, c *netlab.Cmd) float64 {
 	return 0
 }
 
-// median returns the middle of what get finds in the samples.
-func median(samples []sample, get func(sample) float64) float64 {
-	return quantile(samples, 0.5, func(s sample) []float64 { return []float64{get(s)} })
-}
-
-// quantile returns the q-quantile of all that get finds; zero if nothing.
-func quantile(samples []sample, q float64, get func(sample) []float64) float64 {
-	var all []float64
+// values returns what get finds in the samples, in ascending order.
+func values(samples []sample, get func(sample) []float64) (all []float64) {
 	for _, s := range samples {
 		all = append(all, get(s)...)
 	}
-	if len(all) == 0 {
+	slices.Sort(all)
+	return all
+}
+
+// median returns the middle of sorted values, or of the two in the middle; zero
+// if there are none.
+func median(sorted []float64) float64 {
+	n := len(sorted)
+	if n == 0 {
 		return 0
 	}
-	slices.Sort(all)
-	return all[min(int(q*float64(len(all))), len(all)-1)]
+	return (sorted[(n-1)/2] + sorted[n/2]) / 2
+}
+
+// quantile returns the q-quantile of sorted values; zero if there are none.
+func quantile(sorted []float64, q float64) float64 {
+	if len(sorted) == 0 {
+		return 0
+	}
+	return sorted[min(int(q*float64(len(sorted))), len(sorted)-1)]
 }

@@ -1,21 +1,32 @@
 package main
 
 import (
+	"slices"
 	"strings"
 	"testing"
 	"time"
 )
 
-func TestQuantiles(t *testing.T) {
-	samples := []sample{{gbits: 3}, {gbits: 1}, {gbits: 2, pings: []time.Duration{4e6, 1e6}}, {}, {gbits: 9}}
-	if got := median(samples, func(s sample) float64 { return s.gbits }); got != 2 {
-		t.Errorf("median %v, want 2", got)
+func TestMedianAndQuantile(t *testing.T) {
+	for _, tt := range []struct {
+		sorted      []float64
+		median, p99 float64
+	}{
+		{nil, 0, 0},
+		{[]float64{7}, 7, 7},
+		{[]float64{1, 2}, 1.5, 2},
+		{[]float64{1, 2, 9}, 2, 9},
+	} {
+		if got := median(tt.sorted); got != tt.median {
+			t.Errorf("median of %v is %v, want %v", tt.sorted, got, tt.median)
+		}
+		if got := quantile(tt.sorted, 0.99); got != tt.p99 {
+			t.Errorf("99th percentile of %v is %v, want %v", tt.sorted, got, tt.p99)
+		}
 	}
-	if got := quantile(samples, 0.99, pings); got != 4 {
-		t.Errorf("99th percentile of the pings %v ms, want 4", got)
-	}
-	if got := quantile(nil, 0.5, pings); got != 0 {
-		t.Errorf("median of nothing %v, want 0", got)
+	samples := []sample{{pings: []time.Duration{4e6, 1e6}}, {}, {pings: []time.Duration{2e6}}}
+	if got := values(samples, pings); !slices.Equal(got, []float64{1, 2, 4}) {
+		t.Errorf("pings %v ms, want 1, 2 and 4", got)
 	}
 }
 
