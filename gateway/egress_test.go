@@ -253,7 +253,7 @@ func (w *world) child(c childConfig, before ...string) *netlab.Cmd {
 	}
 	words := append(before, self)
 	cmd := w.host.Command(w.t.Context(), words[0], words[1:]...)
-	cmd.Env = append(os.Environ(), childEnv+"="+string(args))
+	cmd.Env = append(os.Environ(), childEnv+"=egress "+string(args))
 	return cmd
 }
 
