@@ -14,8 +14,8 @@ import (
 const maxAddresses = 8
 
 // checkGrant refuses what a gateway must not give: addresses that are no host's,
-// and those that this namespace has by itself, whose connections would then go
-// to the gateway.
+// those that this namespace has by itself, whose connections would then go to
+// the gateway, and a network that neighbours here are part of.
 func checkGrant(g tunnel.Grant, links []uplink) error {
 	if len(g.Addresses) == 0 || len(g.Addresses) > maxAddresses {
 		return fmt.Errorf("the gateway gave this client %d addresses", len(g.Addresses))
@@ -31,6 +31,9 @@ func checkGrant(g tunnel.Grant, links []uplink) error {
 					"choose another --pool at the gateway, or another subnet here", a, u.name)
 			}
 		}
+	}
+	if both := overlaps(g, links); both != "" {
+		return fmt.Errorf("addresses overlap: %s: choose another --pool at the gateway, or another subnet here", both)
 	}
 	return nil
 }

@@ -11,10 +11,7 @@ import (
 	"os"
 	"strings"
 	"sync/atomic"
-	"syscall"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // A resolver finds the gateway's addresses, past the tunnel: its sockets have
@@ -97,28 +94,6 @@ func (r *resolver) dial(ctx context.Context, network, server string) (net.Conn, 
 		r.allow(netip.AddrPortFrom(addr.Addr().Unmap().WithZone(""), addr.Port()))
 	}
 	return dialMarked(ctx, network, server)
-}
-
-// dialMarked opens a socket that goes past the tunnel.
-func dialMarked(ctx context.Context, network, address string) (net.Conn, error) {
-	d := net.Dialer{Control: func(_, _ string, c syscall.RawConn) error {
-		var err error
-		if e := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MARK, Mark) }); e != nil {
-			return e
-		}
-		return err
-	}}
-	return d.DialContext(ctx, network, address)
-}
-
-// checkWay returns the kernel's reason for which there is no way to the gateway.
-// The session itself takes that for packets that were lost, and waits.
-func checkWay(ctx context.Context, gateway netip.AddrPort) error {
-	conn, err := dialMarked(ctx, "udp", gateway.String())
-	if err != nil {
-		return err
-	}
-	return conn.Close()
 }
 
 func (r *resolver) behindDocker() []netip.Addr {

@@ -339,8 +339,12 @@ func TestGrants(t *testing.T) {
 		"10.92.0.0/16": "",
 		"fd88::/64":    "",
 	} {
-		if got := overlaps(tunnel.Grant{Peers: []netip.Prefix{netip.MustParsePrefix(peers)}}, links); got != want {
+		g := tunnel.Grant{Addresses: []netip.Addr{toyOwn4}, Peers: []netip.Prefix{netip.MustParsePrefix(peers)}}
+		if got := overlaps(g, links); got != want {
 			t.Errorf("%s: got %q, want %q", peers, got, want)
+		}
+		if err := checkGrant(g, links); (err == nil) != (want == "") {
+			t.Errorf("%s: accepted: %v", peers, err)
 		}
 	}
 }

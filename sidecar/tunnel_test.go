@@ -198,10 +198,12 @@ func TestTroubles(t *testing.T) {
 		{"wrong pin", address, wrong, 0, "not the one in the token"},
 		{"gateway's clock ahead", address, g.pin(), year, "not yet valid"},
 		{"gateway's clock behind", address, g.pin(), -year, "has expired"},
-		{"nobody answers", "198.51.100.2:9", g.pin(), 0, "UDP to it seems blocked"},
+		{"nobody listens", "198.51.100.2:9", g.pin(), 0, "nothing listens at 198.51.100.2:9 by UDP"},
+		{"nobody answers", "198.51.100.99:9", g.pin(), 0, "UDP to it seems blocked"},
 		{"unreachable", "198.18.0.1:443", g.pin(), 0, "no way to 198.18.0.1:443 from here"},
 	}
 	l.sh("ip", "route", "add", "unreachable", "198.18.0.1")
+	l.Uplink.Nft("table inet blocked { chain c { type filter hook forward priority 0; udp dport 9 ip daddr 198.51.100.99 drop; }; }")
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			g.stop()
