@@ -31,9 +31,10 @@ type socketConfig struct {
 	DisableGRO, DisableGSO bool
 	// OnTooBig is told that packets to remote are larger than the path carries.
 	// mtu is the largest IP packet that it does carry, or zero where the kernel
-	// does not say. Packets that only probe for a larger size are reported like
-	// all others. It is called from any goroutine, once for every packet that was
-	// refused, and must not block; it may write to the socket. Nil is allowed.
+	// does not say; from a router it may be less than QUIC needs. Packets that only
+	// probe for a larger size are reported like all others. It is called from any
+	// goroutine, for each refusal that comes to know, and must not block; it may
+	// write to the socket. Nil is allowed.
 	OnTooBig func(remote netip.AddrPort, mtu int)
 }
 
