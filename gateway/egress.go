@@ -36,6 +36,7 @@ type egress struct {
 	dev   *tun.Device
 	fw    *firewall
 	ctl   *sysctls
+	made  []string          // tables that this run, or one before, has made
 	watch *nl.NetlinkSocket // tells of changed addresses and routes
 
 	// ipv6 says whether IPv6 leaves, too. The kernel may be without, or the
@@ -46,6 +47,7 @@ type egress struct {
 
 	mu        sync.Mutex // guards what follows, and the order of changes to the host
 	allow     map[netip.Prefix]struct{}
+	ifaces    []string // by which answers to clients come
 	open      forced
 	lastErr   string // of refresh, so that it is logged once
 	closeErr  error
@@ -73,6 +75,10 @@ func (e *egress) prepare() (err error) {
 		return err
 	}
 	e.fw = newFirewall(e.cfg.iface, e.cfg.pool4, e.cfg.pool6)
+	stale := e.ctl.setTable(e.fw.table)
+	if stale != "" {
+		e.made = append(e.made, stale)
+	}
 	if err := checkOverlap(e.cfg.pool4, e.cfg.pool6); err != nil {
 		return err
 	}
@@ -90,8 +96,14 @@ func (e *egress) prepare() (err error) {
 	if e.watch, err = subscribe(); err != nil {
 		return err
 	}
-	if err := e.refreshLocked(); err != nil {
+	e.made = append(e.made, e.fw.table)
+	if err := e.refreshLocked(true); err != nil {
 		return err
+	}
+	if stale != "" && stale != e.fw.table {
+		if err := removeTable(stale); err != nil {
+			return fmt.Errorf("remove the firewall of an earlier run: %w", err)
+		}
 	}
 	if err := setUpLink(link, e.cfg, e.ipv6); err != nil {
 		return err
@@ -130,19 +142,26 @@ func (e *egress) close() error {
 		if e.dev != nil {
 			errs = append(errs, e.dev.Close())
 		}
-		errs = append(errs, e.ns.do(func() error {
-			var errs []error
-			if e.ctl != nil {
-				errs = append(errs, e.ctl.restore())
-			}
-			if e.fw != nil {
-				errs = append(errs, e.fw.remove())
-			}
-			return errors.Join(errs...)
-		}), e.ns.close())
+		errs = append(errs, e.ns.do(e.undo), e.ns.close())
 		if err := errors.Join(errs...); err != nil {
 			e.closeErr = fmt.Errorf("leave the host as it was: %w", err)
 		}
 	})
 	return e.closeErr
+}
+
+// undo puts settings and firewall back. The journal ends when all is done.
+func (e *egress) undo() error {
+	if e.ctl == nil {
+		return nil
+	}
+	if err := e.ctl.restore(); err != nil {
+		return err
+	}
+	for _, table := range e.made {
+		if err := removeTable(table); err != nil {
+			return fmt.Errorf("remove the firewall: %w", err)
+		}
+	}
+	return e.ctl.end()
 }

@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -258,9 +259,9 @@ func (w *world) child(c childConfig, before ...string) *netlab.Cmd {
 }
 
 // kill opens an egress in a process of its own and kills that.
-func (w *world) kill(every bool) {
+func (w *world) kill(iface string, every bool) {
 	w.t.Helper()
-	child := w.child(childConfig{Iface: "quicvpn-gw", StateDir: w.dir, Every: every})
+	child := w.child(childConfig{Iface: iface, StateDir: w.dir, Every: every})
 	if err := child.Start(); err != nil {
 		w.t.Fatal(err)
 	}
@@ -276,7 +277,7 @@ func TestEgressAfterKill(t *testing.T) {
 			w := newWorld(t)
 			w.prepare(tt.sysctls)
 			before := w.snapshot()
-			w.kill(tt.every)
+			w.kill("quicvpn-gw", tt.every)
 			killed := strings.Join(w.host.Snapshot(), "\n")
 			if !strings.Contains(killed, "table inet quicvpn-gw-quicvpn-gw") {
 				t.Error("a killed gateway's firewall is not there")
@@ -284,7 +285,7 @@ func TestEgressAfterKill(t *testing.T) {
 			if strings.Contains(killed, "dev quicvpn-gw") {
 				t.Error("a killed gateway's device or routes are there")
 			}
-			w.kill(tt.every) // starts where another was killed
+			w.kill("another-name", tt.every) // starts where another was killed
 			cfg := w.config()
 			cfg.everyForward = tt.every
 			e, err := w.tryOpen(cfg)
@@ -311,6 +312,7 @@ func TestEgressFailsClean(t *testing.T) {
 		break_ func(w *world)
 		cmd    []string // in front of the child's
 		want   []string // in the error
+		lines  int      // of it; zero means one
 	}{
 		{
 			name:   "pool in use by an address",
@@ -335,13 +337,15 @@ func TestEgressFailsClean(t *testing.T) {
 		{
 			name: "sysctls read-only",
 			cmd:  []string{"sh", "-c", `mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec "$0"`},
-			want: []string{"net.ipv4.conf.eth0.forwarding=1", "read-only", "--sysctl net.ipv4.ip_forward=1"},
+			want: []string{"net.ipv4.conf.eth0.forwarding=1", "read-only", "--sysctl net.ipv4.ip_forward=1",
+				"net.ipv6.conf.all.forwarding=1"},
+			lines: 2,
 		},
 		{
 			name:   "sysctls read-only, IPv4 as wanted",
 			break_: func(w *world) { w.host.Sysctl("net.ipv4.ip_forward", "1") },
 			cmd:    []string{"sh", "-c", `mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec "$0"`},
-			want:   []string{"set sysctl net.ipv6.conf.", "read-only", "--sysctl net.ipv6.conf.all.forwarding=1"},
+			want:   []string{"set sysctl net.ipv6.conf.all.forwarding=1", "read-only", "--sysctl net.ipv6.conf.all.forwarding=1"},
 		},
 		{
 			name: "a name in use",
@@ -355,11 +359,11 @@ func TestEgressFailsClean(t *testing.T) {
 		{
 			name: "a damaged journal",
 			break_: func(w *world) {
-				if err := os.WriteFile(filepath.Join(w.dir, "sysctl.json"), []byte("{"), 0o600); err != nil {
+				if err := os.WriteFile(filepath.Join(w.dir, "host.json"), []byte("{"), 0o600); err != nil {
 					w.t.Fatal(err)
 				}
 			},
-			want: []string{"sysctl.json", "damaged", "remove"},
+			want: []string{"host.json", "damaged", "remove"},
 		},
 	}
 	for _, tt := range tests {
@@ -373,6 +377,9 @@ func TestEgressFailsClean(t *testing.T) {
 			out, err := child.CombinedOutput()
 			if err == nil {
 				t.Fatal("it started")
+			}
+			if n := bytes.Count(out, []byte("\n")); n != max(tt.lines, 1) {
+				t.Errorf("says it in %d lines:\n%s", n, out)
 			}
 			for _, want := range tt.want {
 				if !strings.Contains(string(out), want) {
@@ -390,7 +397,7 @@ func TestEgressFailsClean(t *testing.T) {
 func TestEgressFailsCleanAfterKill(t *testing.T) {
 	w := newWorld(t)
 	before := w.snapshot()
-	w.kill(false)
+	w.kill("quicvpn-gw", false)
 	w.inet.Address(netip.MustParsePrefix("10.91.3.1/24"))
 	if _, err := w.tryOpen(w.config()); err == nil || !strings.Contains(err.Error(), "10.91.3.1/24") {
 		t.Fatalf("error: %v", err)
@@ -421,8 +428,8 @@ func TestEgressWithReadOnlySysctls(t *testing.T) {
 // A journal of another boot or another namespace is not followed.
 func TestEgressForgetsOtherHosts(t *testing.T) {
 	w := newWorld(t)
-	w.kill(false)
-	path := filepath.Join(w.dir, "sysctl.json")
+	w.kill("quicvpn-gw", false)
+	path := filepath.Join(w.dir, "host.json")
 	text, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)

@@ -3,6 +3,7 @@ package gateway
 import (
 	"bytes"
 	"encoding/binary"
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
@@ -286,6 +287,47 @@ func testICMP(t *testing.T, w *world, wire *wire, f family) {
 		}
 		return strings.Contains(string(out), "mtu 1300")
 	})
+}
+
+// A gateway that starts anew finds the connections that there were.
+func TestEgressKeepsConnections(t *testing.T) {
+	for _, killed := range []bool{false, true} {
+		t.Run(fmt.Sprintf("killed %v", killed), func(t *testing.T) {
+			w := newWorld(t)
+			server4, server6 := port16(inetAddr4, 53), port16(inetAddr6, 53)
+			inboxes := []*inbox{newInbox(t, w.internet, server4), newInbox(t, w.internet, server6)}
+			e, err := w.tryOpen(w.config())
+			if err != nil {
+				t.Fatal(err)
+			}
+			was := make([]netip.AddrPort, len(families))
+			for i, f := range families {
+				b := udpPacket(port16(f.client, 4000), port16(f.inet, 53), []byte("first"))
+				if err := e.dev.Queues()[0].Write([]packet.Packet{{Data: b}}); err != nil {
+					t.Fatal(err)
+				}
+				was[i] = inboxes[i].waitFrom(t, "first")
+			}
+			if err := e.close(); err != nil {
+				t.Fatal(err)
+			}
+			if killed {
+				w.kill("quicvpn-gw", false)
+			}
+			wire := newWire(t, w.open(w.config()))
+			for i, f := range families {
+				// What the server sends first after the restart, and the client.
+				if _, err := inboxes[i].WriteTo([]byte("late answer"), net.UDPAddrFromAddrPort(was[i])); err != nil {
+					t.Fatal(err)
+				}
+				wire.wait("a late answer", is(packet.UDP, port16(f.inet, 53), port16(f.client, 4000)))
+				wire.send(udpPacket(port16(f.client, 4000), port16(f.inet, 53), []byte("second")))
+				if now := inboxes[i].waitFrom(t, "second"); now != was[i] {
+					t.Errorf("the internet saw %v and sees %v", was[i], now)
+				}
+			}
+		})
+	}
 }
 
 // What must not pass the gateway's host.

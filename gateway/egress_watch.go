@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"syscall"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -20,6 +21,10 @@ const (
 	// recheck is for what the kernel tells nobody of, such as rules that
 	// another program flushed.
 	recheck = 5 * time.Second
+
+	// defaultBits is the longest prefix of what counts as a default route: some
+	// set two halves of the address space in its place.
+	defaultBits = 1
 )
 
 // subscribe opens the socket on which the kernel tells of changes.
@@ -39,17 +44,7 @@ func (e *egress) keep(ctx context.Context) error {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		for {
-			_, _, err := e.watch.Receive()
-			// Lost messages are changes, too.
-			if err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {
-				return
-			}
-			select {
-			case changed <- struct{}{}:
-			default:
-			}
-		}
+		e.listen(changed)
 	}()
 	defer func() {
 		e.watch.Close()
@@ -58,10 +53,12 @@ func (e *egress) keep(ctx context.Context) error {
 	tick := time.NewTicker(recheck)
 	defer tick.Stop()
 	for {
+		all := false
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-changed:
+			all = true
 			select {
 			case <-ctx.Done():
 				return nil
@@ -69,8 +66,45 @@ func (e *egress) keep(ctx context.Context) error {
 			}
 		case <-tick.C:
 		}
-		e.refresh()
+		e.refresh(all)
 	}
+}
+
+// listen signals changes that matter, until the socket is closed.
+func (e *egress) listen(changed chan<- struct{}) {
+	for {
+		msgs, _, err := e.watch.Receive()
+		switch {
+		case errors.Is(err, unix.EINTR):
+			continue
+		case errors.Is(err, unix.ENOBUFS): // what was lost may have mattered
+		case err != nil:
+			return
+		case !slices.ContainsFunc(msgs, e.matters):
+			continue
+		}
+		select {
+		case changed <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// matters tells what is worth a look at all addresses and routes. A router has
+// many routes, which change all the time.
+func (e *egress) matters(m syscall.NetlinkMessage) bool {
+	if m.Header.Type != unix.RTM_NEWROUTE && m.Header.Type != unix.RTM_DELROUTE {
+		return true
+	}
+	if len(m.Data) < unix.SizeofRtMsg {
+		return true
+	}
+	if dstBits := m.Data[1]; dstBits <= defaultBits {
+		return true
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return len(e.allow) > 0
 }
 
 // letThrough sees to it that answers from the prefixes are forwarded.
@@ -85,16 +119,16 @@ func (e *egress) letThrough(prefixes []netip.Prefix) {
 	}
 	e.mu.Unlock()
 	if grown {
-		e.refresh()
+		e.refresh(true)
 	}
 }
 
-// refresh brings everything up to date. What fails is tried again at the next
-// occasion, and said once.
-func (e *egress) refresh() {
+// refresh brings everything up to date; all includes what the kernel tells
+// changes of. What fails is tried again at the next occasion, and said once.
+func (e *egress) refresh(all bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	err := e.ns.do(e.refreshLocked)
+	err := e.ns.do(func() error { return e.refreshLocked(all) })
 	if err == nil {
 		e.lastErr = ""
 	} else if text := err.Error(); text != e.lastErr {
@@ -103,17 +137,18 @@ func (e *egress) refresh() {
 	}
 }
 
-func (e *egress) refreshLocked() error {
-	host, err := hostAddrs()
-	if err != nil {
-		return err
+func (e *egress) refreshLocked(all bool) error {
+	if all {
+		host, err := hostAddrs()
+		if err != nil {
+			return err
+		}
+		e.host.Store(&host)
+		if e.ifaces, err = e.interfaces(); err != nil {
+			return err
+		}
 	}
-	e.host.Store(&host)
-	ifaces, err := e.interfaces()
-	if err != nil {
-		return err
-	}
-	planned := e.ctl.planForwarding(e.cfg.iface, ifaces, e.ipv6, e.cfg.everyForward)
+	planned := e.ctl.planForwarding(e.cfg.iface, e.ifaces, e.ipv6, e.cfg.everyForward)
 	if err := e.ctl.save(); err != nil {
 		return errors.Join(planned, err)
 	}
@@ -180,7 +215,7 @@ func (e *egress) interfaces() ([]string, error) {
 
 func (e *egress) needs(r netlink.Route) bool {
 	dst, ok := prefixOf(r.Dst)
-	if !ok || dst.Bits() <= 1 {
+	if !ok || dst.Bits() <= defaultBits {
 		return true
 	}
 	for p := range e.allow {

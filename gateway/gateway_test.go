@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
 
+	"github.com/quicvpn/quicvpn/internal/netlab"
 	"github.com/quicvpn/quicvpn/internal/packet"
 	"github.com/quicvpn/quicvpn/internal/token"
 )
@@ -199,6 +200,7 @@ func TestGatewayFailsClean(t *testing.T) {
 	good, _ := w.gatewayConfig()
 	newInbox(t, w.host, netip.MustParseAddrPort("203.0.113.2:9"))
 	before := w.snapshot()
+	open := w.descriptors()
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			cfg := good
@@ -234,6 +236,19 @@ func TestGatewayFailsClean(t *testing.T) {
 			t.Errorf("the host is not as it was:\n%s", diff)
 		}
 	}
+	if diff := cmp.Diff(open, w.descriptors()); diff != "" {
+		t.Errorf("descriptors (-before +after):\n%s", diff)
+	}
+}
+
+// descriptors returns what this process has open.
+func (w *world) descriptors() []string {
+	w.t.Helper()
+	fds, err := netlab.Descriptors(os.Getpid())
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return fds
 }
 
 func TestConfigDefaults(t *testing.T) {

@@ -44,8 +44,8 @@ func (f *firewall) install(open forced) error {
 		return explainNft(err)
 	}
 	// Added first, so that there is one to delete.
-	c.DelTable(c.AddTable(f.tableRef()))
-	t := c.AddTable(f.tableRef())
+	c.DelTable(c.AddTable(tableRef(f.table)))
+	t := c.AddTable(tableRef(f.table))
 	n := 0
 	chain := func(name string, kind nftables.ChainType, hook *nftables.ChainHook, prio *nftables.ChainPriority, rules ...[]expr.Any) {
 		ch := c.AddChain(&nftables.Chain{Table: t, Name: name, Type: kind, Hooknum: hook, Priority: prio})
@@ -116,13 +116,13 @@ func (f *firewall) each(r func(netip.Prefix) []expr.Any) (rules [][]expr.Any) {
 	return rules
 }
 
-// remove takes the table away; that there is none is fine.
-func (f *firewall) remove() error {
+// removeTable takes a gateway's table away; that there is none is fine.
+func removeTable(name string) error {
 	c, err := nftables.New()
 	if err != nil {
 		return explainNft(err)
 	}
-	c.DelTable(c.AddTable(f.tableRef()))
+	c.DelTable(c.AddTable(tableRef(name)))
 	if err := c.Flush(); err != nil {
 		return explainNft(err)
 	}
@@ -154,8 +154,8 @@ func (f *firewall) intact() (bool, error) {
 	return n == f.rules, nil
 }
 
-func (f *firewall) tableRef() *nftables.Table {
-	return &nftables.Table{Name: f.table, Family: nftables.TableFamilyINet}
+func tableRef(name string) *nftables.Table {
+	return &nftables.Table{Name: name, Family: nftables.TableFamilyINet}
 }
 
 // explainNft says what to do about an error from nftables.

@@ -22,9 +22,8 @@ import (
 // namespace.
 type sysctls struct {
 	journal string // a file
-	owner   owner
-	changes []change // in the order in which they are made
-	unsaved bool     // changes has something that the journal has not
+	now     journal
+	unsaved bool // the file is older than now
 }
 
 // A change is of one setting. Where Before and Set are equal another change
@@ -42,16 +41,20 @@ type owner struct {
 	Namespace uint64 `json:"namespace"`
 }
 
+// A journal is what there is to undo.
 type journal struct {
-	Owner   owner    `json:"owner"`
-	Changes []change `json:"changes"`
+	Owner owner `json:"owner"`
+	// Table is the firewall's. It may have had another name than that of the
+	// start that follows.
+	Table   string   `json:"table"`
+	Changes []change `json:"changes"` // in the order in which they are made
 }
 
 // openSysctls reads the journal that may be left in a state directory.
 func openSysctls(dir string) (*sysctls, error) {
-	s := &sysctls{journal: filepath.Join(dir, "sysctl.json")}
+	s := &sysctls{journal: filepath.Join(dir, "host.json")}
 	var err error
-	if s.owner, err = currentOwner(); err != nil {
+	if s.now.Owner, err = currentOwner(); err != nil {
 		return nil, err
 	}
 	text, err := os.ReadFile(s.journal)
@@ -66,8 +69,8 @@ func openSysctls(dir string) (*sysctls, error) {
 		return nil, fmt.Errorf("read what an earlier run changed: %s is damaged (%w): "+
 			"check the forwarding sysctls of this host, then remove the file", s.journal, err)
 	}
-	if left.Owner == s.owner {
-		s.changes = left.Changes
+	if left.Owner == s.now.Owner {
+		s.now = left
 	}
 	return s, nil
 }
@@ -124,13 +127,20 @@ func (s *sysctls) hold(key string) error {
 // note keeps the first value from before: a later one may be our own.
 func (s *sysctls) note(c change) {
 	if !s.noted(c.Key) {
-		s.changes = append(s.changes, c)
+		s.now.Changes = append(s.now.Changes, c)
 		s.unsaved = true
 	}
 }
 
 func (s *sysctls) noted(key string) bool {
-	return slices.ContainsFunc(s.changes, func(c change) bool { return c.Key == key })
+	return slices.ContainsFunc(s.now.Changes, func(c change) bool { return c.Key == key })
+}
+
+// setTable notes the name of the firewall's table and returns the one before.
+func (s *sysctls) setTable(name string) (before string) {
+	before = s.now.Table
+	s.now.Table, s.unsaved = name, s.unsaved || name != before
+	return before
 }
 
 // save writes the journal.
@@ -138,12 +148,12 @@ func (s *sysctls) save() error {
 	if !s.unsaved {
 		return nil
 	}
-	text, err := json.Marshal(journal{Owner: s.owner, Changes: s.changes})
+	text, err := json.Marshal(s.now)
 	if err == nil {
 		err = durable.Replace(s.journal, text)
 	}
 	if err != nil {
-		return fmt.Errorf("note the sysctls to put back: %w", err)
+		return fmt.Errorf("note what to put back: %w", err)
 	}
 	s.unsaved = false
 	return nil
@@ -152,7 +162,7 @@ func (s *sysctls) save() error {
 // apply makes the changes that were noted. An interface that is gone takes its
 // settings along.
 func (s *sysctls) apply() error {
-	for _, c := range s.changes {
+	for _, c := range s.now.Changes {
 		if c.Before == c.Set {
 			continue
 		}
@@ -169,12 +179,12 @@ func (s *sysctls) apply() error {
 	return nil
 }
 
-// restore puts everything back, last change first, and ends the journal. What
-// has another value than the gateway's is somebody else's by now and stays.
+// restore puts all settings back, last change first. What has another value than
+// the gateway's is somebody else's by now and stays.
 func (s *sysctls) restore() error {
 	var errs []error
 	all4 := sysctlIs(forwarding4("all"), "1") // by somebody else: the gateway never sets it
-	for _, c := range slices.Backward(s.changes) {
+	for _, c := range slices.Backward(s.now.Changes) {
 		now, err := readSysctl(c.Key)
 		switch {
 		case errors.Is(err, fs.ErrNotExist):
@@ -189,9 +199,14 @@ func (s *sysctls) restore() error {
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("put sysctls back: %w", err)
 	}
-	s.changes, s.unsaved = nil, false
+	s.now.Changes = nil
+	return nil
+}
+
+// end removes the journal, when there is nothing to undo.
+func (s *sysctls) end() error {
 	if err := os.Remove(s.journal); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("end the journal of sysctls: %w", err)
+		return fmt.Errorf("end the journal: %w", err)
 	}
 	return nil
 }

@@ -59,6 +59,10 @@ func ignoreGone(err error) error {
 
 // planEvery notes what is needed for all.forwarding.
 func (s *sysctls) planEvery(tun string) error {
+	// Of all that cannot be set, the error is to name the one that matters.
+	if err := canWrite(forwarding6("all"), "1", router6); err != nil {
+		return err
+	}
 	names, err := interfacesIPv6()
 	if err != nil {
 		return err
@@ -101,7 +105,7 @@ func interfacesIPv6() ([]string, error) {
 // forced says where only the gateway's packets may be forwarded.
 func (s *sysctls) forced() (f forced) {
 	all4, all6 := sysctlIs(forwarding4("all"), "1"), sysctlIs(forwarding6("all"), "1")
-	for _, c := range s.changes {
+	for _, c := range s.now.Changes {
 		family, name, setting := splitKey(c.Key)
 		switch {
 		case family == "ipv4" && setting == "forwarding":
