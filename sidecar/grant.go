@@ -61,3 +61,24 @@ func subnet(r netipx.IPRange) netip.Prefix {
 	}
 	return p.Masked()
 }
+
+// warnLocked says once which neighbours hide clients of the network.
+func (n *network) warnLocked(links []uplink) {
+	if n.want.grant == nil {
+		return
+	}
+	now := overlaps(*n.want.grant, links)
+	if now != "" && now != n.overlap {
+		n.log.Warn("addresses overlap: the network's clients at such addresses cannot be reached; choose another --pool at the gateway, or another subnet here", "overlap", now)
+	}
+	n.overlap = now
+}
+
+// check refuses a session whose grant cannot be used here.
+func (n *network) check(s session) error {
+	links, err := uplinks(n.nl, n.cfg.Interface)
+	if err != nil {
+		return err
+	}
+	return checkGrant(s.Grant(), links)
+}

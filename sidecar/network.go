@@ -245,61 +245,6 @@ func (n *network) grantedLocked() (v4, v6 []netip.Addr) {
 	return v4, v6
 }
 
-// warnLocked says once which neighbours hide clients of the network.
-func (n *network) warnLocked(links []uplink) {
-	if n.want.grant == nil {
-		return
-	}
-	now := overlaps(*n.want.grant, links)
-	if now != "" && now != n.overlap {
-		n.log.Warn("addresses overlap: the network's clients at such addresses cannot be reached; choose another --pool at the gateway, or another subnet here", "overlap", now)
-	}
-	n.overlap = now
-}
-
-// check refuses a session whose grant cannot be used here.
-func (n *network) check(s session) error {
-	links, err := uplinks(n.nl, n.cfg.Interface)
-	if err != nil {
-		return err
-	}
-	return checkGrant(s.Grant(), links)
-}
-
-// A way is what the way to the gateway looks like: the uplinks, and for each of
-// the gateway's addresses the route to it.
-type way struct {
-	links  string
-	routes map[netip.AddrPort]string
-}
-
-// noticeLocked tells the connector when the way to the gateway has changed.
-func (n *network) noticeLocked(links []uplink) {
-	now := way{routes: make(map[netip.AddrPort]string)}
-	for _, u := range links {
-		now.links += fmt.Sprintln(u.name, u.flags, u.addrs)
-	}
-	for _, g := range n.want.gateways {
-		routes, err := n.nl.RouteGetWithOptions(g.Addr().AsSlice(), &netlink.RouteGetOptions{Mark: Mark})
-		text := fmt.Sprintln(err)
-		for _, r := range routes {
-			text += fmt.Sprintln(r.LinkIndex, r.Src, r.Gw)
-		}
-		now.routes[g] = text
-	}
-	changed := n.way.routes != nil && now.links != n.way.links
-	for g, text := range now.routes {
-		// An address that was not dialled before is no change of the way.
-		if before, ok := n.way.routes[g]; ok && before != text {
-			changed = true
-		}
-	}
-	n.way = now
-	if changed {
-		kick(n.moved)
-	}
-}
-
 // keep repairs what something else has changed, until ctx ends.
 func (n *network) keep(ctx context.Context) error {
 	const (
@@ -396,8 +341,11 @@ func (n *network) release(s session) {
 // resize follows a session's MTU.
 func (n *network) resize(s session) {
 	mtu := n.capMTU(s.MTU())
-	n.update(func(w *wanted) { w.mtu = mtu })
-	n.log.Info("the path's MTU changed", "mtu", mtu)
+	before := mtu
+	n.update(func(w *wanted) { before, w.mtu = w.mtu, mtu })
+	if mtu != before {
+		n.log.Info("the path's MTU changed", "mtu", mtu)
+	}
 }
 
 // capMTU is the device's MTU for a session's. The least is what every IPv4 host

@@ -159,39 +159,44 @@ func (s *Sidecar) configure() error {
 	c := &s.cfg
 	host, port, err := net.SplitHostPort(c.Token.Address)
 	if err != nil {
-		return errors.New("Token: no gateway address: give the join token that `quicvpn token create` printed on the gateway")
+		return refuse("Token", "no gateway address: give the join token that `quicvpn token create` printed on the gateway")
 	}
 	n, err := strconv.ParseUint(port, 10, 16)
 	if err != nil || n == 0 || host == "" {
-		return fmt.Errorf("Token: the gateway's address %q is not host:port: make another token on the gateway", c.Token.Address)
+		return refuse("Token", "the gateway's address %q is not host:port: make another token on the gateway", c.Token.Address)
 	}
 	s.host, s.port = host, uint16(n)
 	if c.StateDir == "" {
-		return errors.New("StateDir: empty: give a directory that outlives the process, the client's key is kept there")
+		return refuse("StateDir", "empty: give a directory that outlives the process, the client's key is kept there")
 	}
 	if c.Interface == "" {
 		c.Interface = defaultInterface
 	}
 	if len(c.Interface) > 15 || c.Interface == "." || c.Interface == ".." || c.Interface == "lo" ||
 		strings.ContainsAny(c.Interface, "/:% \t\r\n\x00") {
-		return fmt.Errorf("Interface: %q is no name for a TUN device: use 1 to 15 letters and digits", c.Interface)
+		return refuse("Interface", "%q is no name for a TUN device: use 1 to 15 letters and digits", c.Interface)
 	}
 	if c.Queues < 0 || c.Queues > maxQueues {
-		return fmt.Errorf("Queues: %d is out of range: 1 to %d, or 0 for one a CPU", c.Queues, maxQueues)
+		return refuse("Queues", "%d is out of range: 1 to %d, or 0 for one a CPU", c.Queues, maxQueues)
 	}
 	if c.Queues == 0 {
 		c.Queues = min(runtime.GOMAXPROCS(0), maxDefaultQueues)
 	}
 	if c.MTU != 0 && (c.MTU < minIPv6MTU || c.MTU > maxMTU) {
-		return fmt.Errorf("MTU: %d is out of range: %d to %d, or 0 to follow the path", c.MTU, minIPv6MTU, maxMTU)
+		return refuse("MTU", "%d is out of range: %d to %d, or 0 to follow the path", c.MTU, minIPv6MTU, maxMTU)
 	}
 	if c.KillSwitch < KillSwitchOn || c.KillSwitch > KillSwitchOff {
-		return fmt.Errorf("KillSwitch: %v: use KillSwitchOn, KillSwitchKeep or KillSwitchOff", c.KillSwitch)
+		return refuse("KillSwitch", "%v: use KillSwitchOn, KillSwitchKeep or KillSwitchOff", c.KillSwitch)
 	}
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
 	return nil
+}
+
+// refuse is the error about a field of the configuration.
+func refuse(field, format string, args ...any) error {
+	return fmt.Errorf("%s: %s", field, fmt.Sprintf(format, args...))
 }
 
 // Run carries traffic until ctx ends, and then takes away what it put into the
