@@ -2,6 +2,7 @@ package tunnel
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"io"
 	"net/netip"
@@ -41,11 +42,16 @@ func (c *control) send(cs ...capsule) error {
 	return nil
 }
 
-// ping makes the peer acknowledge something.
-func (c *control) ping() error {
+// ping makes the peer acknowledge size bytes: as much as fills a packet, so
+// that it proves the path for what the tunnel carries and not for less.
+func (c *control) ping(size int) error {
+	b := make([]byte, max(size, 3))
+	b[0] = byte(capsuleTypeIgnored)
+	// A varint of two bytes (RFC 9000, section 16) says the length of the rest.
+	binary.BigEndian.PutUint16(b[1:], 1<<14|uint16(len(b)-3))
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	_, err := c.Write([]byte{byte(capsuleTypeIgnored), 0})
+	_, err := c.Write(b)
 	return err
 }
 

@@ -16,6 +16,7 @@ import (
 
 	"github.com/quic-go/quic-go"
 	"github.com/quic-go/quic-go/http3"
+	"golang.org/x/sys/unix"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
@@ -35,6 +36,9 @@ type Dialer struct {
 	Queues int
 	// MTU caps the tunnel's MTU; zero leaves it to the path.
 	MTU int
+	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
+	// badly.
+	DisableOffload bool
 	// Drops counts what the sessions drop; nil counts nowhere.
 	Drops *packet.Drops
 	// Log is where the session speaks; nil discards.
@@ -42,6 +46,7 @@ type Dialer struct {
 	// Now is the clock for certificates; nil is time.Now.
 	Now func() time.Time
 
+	warn sync.Once
 	mu   sync.Mutex
 	mtus map[netip.Addr]int // what paths were seen to carry, by gateway
 }
@@ -84,12 +89,24 @@ func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, er
 	for {
 		select {
 		case <-ctx.Done():
-			return nil, fmt.Errorf("no answer from gateway %v: %w", gateway, context.Cause(ctx))
+			r := <-results // which end with ctx, and know why nobody answered
+			pending--
+			return r.s, r.err
 		case r := <-results:
 			pending--
-			if r.err == nil || pending == 0 || !isTimeout(r.err) {
+			tooBig := errors.Is(r.err, unix.EMSGSIZE) // for the first device on the way
+			if r.err == nil || !tooBig && !isTimeout(r.err) {
 				return r.s, r.err
 			}
+			if pending > 0 {
+				continue
+			}
+			next := nextSize(size)
+			if !tooBig || next == 0 {
+				return nil, r.err
+			}
+			size = next
+			try()
 		case mtu := <-smaller:
 			d.learn(gateway.Addr(), mtu)
 			if fits := packetSize(gateway.Addr(), mtu); fits < size && fits >= minPacketSize {
@@ -153,7 +170,7 @@ func (d *Dialer) dial(ctx context.Context, gateway netip.AddrPort, size int, sma
 	var live liveSession
 	sock, err := listenUDP(socketConfig{
 		Listen: netip.AddrPortFrom(unspecified(gateway.Addr()), 0),
-		Mark:   d.Mark,
+		Mark:   d.Mark, DisableGRO: d.DisableOffload, DisableGSO: d.DisableOffload,
 		OnTooBig: func(_ netip.AddrPort, mtu int) {
 			if mtu == 0 {
 				return
@@ -171,6 +188,7 @@ func (d *Dialer) dial(ctx context.Context, gateway netip.AddrPort, size int, sma
 	if err != nil {
 		return nil, err
 	}
+	d.warn.Do(func() { warnOfBuffers(sock, orDiscard(d.Log)) })
 	transport := &quic.Transport{Conn: sock}
 	release := func() {
 		transport.Close()
@@ -183,6 +201,9 @@ func (d *Dialer) dial(ctx context.Context, gateway netip.AddrPort, size int, sma
 	}()
 	conn, err := transport.Dial(ctx, net.UDPAddrFromAddrPort(gateway), tlsConf, quicConfig(size))
 	if err != nil {
+		if last := sock.Stats().LastError; last != nil && isTimeout(err) {
+			return nil, fmt.Errorf("connect to gateway %v: %w (packets were lost: %w)", gateway, err, last)
+		}
 		return nil, fmt.Errorf("connect to gateway %v: %w", gateway, handshakeError(err))
 	}
 	s, err := d.connectIP(ctx, conn, release)
@@ -320,6 +341,12 @@ func (l *liveSession) set(s *Session) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.s = s
+}
+
+func warnOfBuffers(sock *socket, log *slog.Logger) {
+	if w := sock.BufferWarning(); w != "" {
+		log.Warn(w)
+	}
 }
 
 func unspecified(like netip.Addr) netip.Addr {

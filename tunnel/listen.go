@@ -49,6 +49,9 @@ type ServerConfig struct {
 	Queues int
 	// MTU caps the tunnels' MTU; zero leaves it to the path.
 	MTU int
+	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
+	// badly.
+	DisableOffload bool
 	// Drops counts what the sessions drop; nil counts nowhere.
 	Drops *packet.Drops
 	// Log is where the server speaks; nil discards.
@@ -66,7 +69,7 @@ type Server struct {
 	sizes     initialSizes
 
 	mu       sync.Mutex
-	sessions map[netip.AddrPort]*Session // by remote address, for the socket's news
+	sessions map[*Session]struct{} // that the socket's news may be for
 }
 
 const (
@@ -90,11 +93,14 @@ func Listen(cfg ServerConfig) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{cfg: cfg, sessions: make(map[netip.AddrPort]*Session)}
-	s.sock, err = listenUDP(socketConfig{Listen: cfg.Listen, OnTooBig: s.onTooBig})
+	s := &Server{cfg: cfg, sessions: make(map[*Session]struct{})}
+	s.sock, err = listenUDP(socketConfig{
+		Listen: cfg.Listen, OnTooBig: s.onTooBig, DisableGRO: cfg.DisableOffload, DisableGSO: cfg.DisableOffload,
+	})
 	if err != nil {
 		return nil, err
 	}
+	warnOfBuffers(s.sock, cfg.Log)
 	limit := rate.NewLimiter(unverifiedRate, unverifiedBurst)
 	s.transport = &quic.Transport{
 		Conn: sizingSocket{s.sock, &s.sizes}, StatelessResetKey: &reset, TokenGeneratorKey: &token,
@@ -253,19 +259,21 @@ func refuse(w http.ResponseWriter, e *RefusedError) {
 func (s *Server) track(session *Session, on bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if remote := session.Remote(); on {
-		s.sessions[remote] = session
-	} else if s.sessions[remote] == session {
-		delete(s.sessions, remote)
+	if on {
+		s.sessions[session] = struct{}{}
+	} else {
+		delete(s.sessions, session)
 	}
 }
 
+// onTooBig looks for the session of an address: clients move.
 func (s *Server) onTooBig(remote netip.AddrPort, mtu int) {
 	s.mu.Lock()
-	session := s.sessions[netip.AddrPortFrom(remote.Addr().Unmap(), remote.Port())]
-	s.mu.Unlock()
-	if session != nil {
-		go session.onTooBig(mtu)
+	defer s.mu.Unlock()
+	for session := range s.sessions {
+		if session.Remote() == netip.AddrPortFrom(remote.Addr().Unmap(), remote.Port()) {
+			go session.onTooBig(mtu)
+		}
 	}
 }
 

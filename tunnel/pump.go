@@ -16,6 +16,7 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/quic-go/quic-go"
@@ -155,6 +156,8 @@ type outbox struct {
 	bytes  int
 	limit  int // of bytes; 0 until the stream's rate is known
 	wake   chan struct{}
+
+	writing atomic.Bool // the stream is being written to
 }
 
 type chunk struct{ b []byte }
@@ -239,7 +242,9 @@ func (s *Session) writeStream(queue int) {
 				}
 			}
 			start := time.Now()
+			out.writing.Store(true)
 			n, err := stream.Write(c.b)
+			out.writing.Store(false)
 			if err != nil {
 				s.closeConn(fmt.Sprintf("write to a stream: %v", err))
 				return

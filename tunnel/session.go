@@ -173,16 +173,16 @@ func (s *Session) ended() error {
 }
 
 // watch keeps the session's view of the path current: its MTU, when the peer
-// was last heard of and, at a client, that the path is still there.
+// was last heard of, whether large packets still arrive.
 func (s *Session) watch(client bool) {
-	const tick = 250 * time.Millisecond
-	every := 4 // a gateway with a thousand sessions looks once a second
+	tick := time.Second // a gateway has a thousand sessions
 	if client {
-		every = 1
+		tick = 250 * time.Millisecond
 	}
-	t := time.NewTicker(time.Duration(every) * tick)
+	t := time.NewTicker(tick)
 	defer t.Stop()
-	var packets uint64
+	var received uint64
+	var stall stallDetector
 	lastPing := time.Now()
 	for {
 		select {
@@ -190,19 +190,56 @@ func (s *Session) watch(client bool) {
 			return
 		case now := <-t.C:
 			s.path.update(s.datagramSpace())
-			if n := s.conn.ConnectionStats().PacketsReceived; n != packets {
-				packets = n
+			stats := s.conn.ConnectionStats()
+			if stats.PacketsReceived != received {
+				received = stats.PacketsReceived
 				s.heard.at.Store(now.UnixNano())
+			}
+			if stall.stalled(now, s.writing(), stats) {
+				s.log.Info("the path no longer carries large packets; starting again with smaller ones", "remote", s.Remote())
+				s.closeConn(ErrPathShrank.Error())
+				return
 			}
 			if client && now.Sub(lastPing) >= keepAlive {
 				lastPing = now
 				s.heard.sentNow()
-				if err := s.control.ping(); err != nil {
+				if err := s.control.ping(s.datagramSpace()); err != nil {
 					return
 				}
 			}
 		}
 	}
+}
+
+// writing reports whether a stream waits for the path.
+func (s *Session) writing() bool {
+	for _, o := range s.outboxes {
+		if o.writing.Load() {
+			return true
+		}
+	}
+	return false
+}
+
+// A stallDetector finds paths that swallow large packets and carry small ones:
+// streams wait and all but nothing is sent, while the peer is heard of.
+type stallDetector struct {
+	since    time.Time
+	sent     uint64 // bytes, at since
+	received uint64 // packets, at since
+}
+
+const (
+	stallTime  = 4 * time.Second
+	stallBytes = 16 << 10 // a few probes with growing pauses
+)
+
+func (d *stallDetector) stalled(now time.Time, writing bool, stats quic.ConnectionStats) bool {
+	if !writing || d.since.IsZero() || stats.BytesSent-d.sent > stallBytes {
+		*d = stallDetector{now, stats.BytesSent, stats.PacketsReceived}
+		return false
+	}
+	return now.Sub(d.since) >= stallTime && stats.PacketsReceived > d.received
 }
 
 // datagramSpace returns the largest packet that now fits one HTTP Datagram.
