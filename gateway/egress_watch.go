@@ -133,7 +133,7 @@ func (e *egress) refresh(all bool) {
 		e.lastErr = ""
 	} else if text := err.Error(); text != e.lastErr {
 		e.lastErr = text
-		e.cfg.log.Warn("the way out may not be complete", "err", err)
+		e.cfg.log.Warn("the way out may not be complete", "error", err)
 	}
 }
 

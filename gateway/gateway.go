@@ -273,8 +273,11 @@ func (g *Gateway) serve(_ context.Context, s *tunnel.Session) {
 	defer g.router.detach(p)
 	log := g.cfg.Log.With("client", c.Name, "key", c.ID, "network", c.Network)
 	log.Info("client is here", "addresses", p.addrs(), "from", s.Remote())
-	err = s.Receive(p)
-	log.Info("client has left", "reason", err)
+	reason := "closed by the gateway"
+	if err := s.Receive(p); err != nil {
+		reason = err.Error()
+	}
+	log.Info("client has left", "reason", reason)
 }
 
 // revoke ends the sessions of clients that may no longer be here.
