@@ -90,9 +90,7 @@ func (e *egress) prepare() (err error) {
 	if err != nil {
 		return err
 	}
-	if err := e.setUpIPv6(); err != nil {
-		return err
-	}
+	e.setUpIPv6()
 	if e.watch, err = subscribe(); err != nil {
 		return err
 	}
@@ -112,21 +110,16 @@ func (e *egress) prepare() (err error) {
 }
 
 // setUpIPv6 finds out whether IPv6 can leave, and by which setting.
-func (e *egress) setUpIPv6() error {
+func (e *egress) setUpIPv6() {
 	e.ipv6 = ipv6Enabled(e.cfg.iface)
 	if !e.ipv6 {
 		e.fw.pool6 = netip.Prefix{}
 		e.cfg.log.Warn("IPv6 is off on this host: clients have it among themselves, and only IPv4 leaves the gateway")
-		return nil
+		return
 	}
-	if e.cfg.everyForward || !sysctlIs(force6(e.cfg.iface), "0") {
-		e.cfg.everyForward = true // a kernel before 6.17
-		return nil
-	}
-	// Where /proc/sys is read-only, all.forwarding can still have been set by
-	// whoever started the container.
-	e.cfg.everyForward = writeSysctl(force6(e.cfg.iface), "1") != nil
-	return nil
+	// By interface, unless the kernel is older than 6.17, or /proc/sys is
+	// read-only: all.forwarding may have been set by who started the container.
+	e.cfg.everyForward = e.cfg.everyForward || writeSysctl(force6(e.cfg.iface), "1") != nil
 }
 
 // close puts the host back as it was before. Forwarding ends before the firewall

@@ -36,18 +36,33 @@ func findLink(name string) (netlink.Link, error) {
 	return link, nil
 }
 
-// setUpLink gives the TUN device its addresses and the routes to the pools.
-func setUpLink(link netlink.Link, cfg egressConfig, ipv6 bool) error {
+// keepForwarding lets the TUN device forward, IPv6 by its own setting where
+// force is set. Who turns forwarding off for the whole host turns both off.
+func keepForwarding(iface string, force bool) error {
+	if force && !sysctlIs(force6(iface), "1") {
+		if err := writeSysctl(force6(iface), "1"); err != nil {
+			return err
+		}
+	}
+	if sysctlIs(forwarding4(iface), "1") && sysctlIs("net/ipv4/conf/"+iface+"/accept_local", "1") {
+		return nil
+	}
+	link, err := findLink(iface)
+	if err != nil {
+		return err
+	}
 	// By netlink and not by /proc/sys, which is read-only in most containers.
 	// accept_local: errors of the gateway about a packet from outside come by
 	// the device, and from the device's own address.
-	if err := setInetConf(link, map[int]uint32{
+	return setInetConf(link, map[int]uint32{
 		inetConfForwarding:        1,
 		inetConfAcceptSourceRoute: 0, // a client could go where its policy does not look
 		inetConfAcceptLocal:       1,
-	}); err != nil {
-		return err
-	}
+	})
+}
+
+// setUpLink gives the TUN device its addresses and the routes to the pools.
+func setUpLink(link netlink.Link, cfg egressConfig, ipv6 bool) error {
 	pools := []netip.Prefix{cfg.pool4}
 	if ipv6 && cfg.pool6.IsValid() {
 		pools = append(pools, cfg.pool6)

@@ -148,6 +148,9 @@ func (e *egress) refreshLocked(all bool) error {
 			return err
 		}
 	}
+	if err := keepForwarding(e.cfg.iface, e.ipv6 && !e.cfg.everyForward); err != nil {
+		return err
+	}
 	planned := e.ctl.planForwarding(e.cfg.iface, e.ifaces, e.ipv6, e.cfg.everyForward)
 	if err := e.ctl.save(); err != nil {
 		return errors.Join(planned, err)

@@ -139,6 +139,18 @@ func TestEgressMakesWayForARouter(t *testing.T) {
 			t.Errorf("%s was forwarded before", f.name)
 		}
 	}
+	// And when it is no router any more, the gateway still forwards.
+	w.prepare("net.ipv4.ip_forward=0 net.ipv6.conf.all.forwarding=0")
+	w.inet.Address(netip.MustParsePrefix("203.0.113.78/24"))
+	within(t, patience, "forwarding by the gateway", func() bool {
+		return w.sysctl("net/ipv4/conf/quicvpn-gw/forwarding") == "1" && w.sysctl("net/ipv4/conf/eth0/forwarding") == "1" &&
+			w.sysctl("net/ipv6/conf/quicvpn-gw/force_forwarding") == "1" && w.sysctl("net/ipv6/conf/eth0/force_forwarding") == "1"
+	})
+	wire := newWire(t, e)
+	for _, f := range families {
+		testUDP(t, w, wire, f)
+	}
+	w.prepare("net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1")
 	if err := e.close(); err != nil {
 		t.Error(err)
 	}

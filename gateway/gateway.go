@@ -108,9 +108,10 @@ type Gateway struct {
 	close func() error
 }
 
-// New takes everything that a gateway needs: the state directory, the UDP port,
-// the TUN device, firewall rules and forwarding. After an error it has let go of
-// all of them. What New took, Run gives back; without a Run, Close does.
+// New takes everything that a gateway needs, in the network namespace of the
+// calling thread: the state directory, the UDP port, the TUN device, firewall
+// rules and forwarding. After an error it has let go of all of them. What New
+// took, Run gives back; without a Run, Close does.
 func New(cfg Config) (*Gateway, error) {
 	g, err := newGateway(cfg)
 	if err != nil {

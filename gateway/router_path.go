@@ -29,13 +29,14 @@ type way struct {
 type wayKind uint8
 
 const (
-	wayNowhere wayKind = iota // dropped and counted
-	wayOut                    // to the TUN device
-	wayPeer                   // to another client of the network
-	wayBack                   // the packet was made into an answer
-	wayRefused                // answered by an ICMP error
-	wayOwn                    // to the gateway itself
-	wayNobody                 // an address of the pools that has no client here
+	wayNowhere  wayKind = iota // dropped and counted
+	wayOut                     // to the TUN device
+	wayPeer                    // to another client of the network
+	wayBack                    // the packet was made into an answer
+	wayRefused                 // against the policy
+	wayUnrouted                // of an IP version that does not leave
+	wayOwn                     // to the gateway itself
+	wayNobody                  // an address of the pools that has no client here
 )
 
 // A memo remembers the way to the destination before: a batch is of few flows.
@@ -100,9 +101,12 @@ func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
 	case wayNobody:
 		r.cfg.drops.Add(packet.DropNoSession, 1)
 		p.answerUnreachable(queue, pkt.Data, packet.HostUnreachable)
-	default:
+	case wayRefused:
 		r.cfg.drops.Add(packet.DropDestination, 1)
 		p.answerUnreachable(queue, pkt.Data, packet.AdminProhibited)
+	case wayUnrouted:
+		r.cfg.drops.Add(packet.DropDestination, 1)
+		p.answerUnreachable(queue, pkt.Data, packet.NoRoute)
 	}
 	return way{}
 }
@@ -119,10 +123,12 @@ func (p *port) find(dst netip.Addr) way {
 			return way{kind: wayPeer, peer: peer}
 		}
 		return way{kind: wayNobody}
-	case p.policy.allows(dst) && !r.cfg.isHost(dst) && (r.cfg.exit6 || dst.Is4()):
-		return way{kind: wayOut}
+	case !p.policy.allows(dst) || r.cfg.isHost(dst):
+		return way{kind: wayRefused}
+	case dst.Is6() && !r.cfg.exit6:
+		return way{kind: wayUnrouted}
 	}
-	return way{kind: wayRefused}
+	return way{kind: wayOut}
 }
 
 // pass hands on a run of packets.

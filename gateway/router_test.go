@@ -128,7 +128,7 @@ func TestRouterWithoutIPv6Exit(t *testing.T) {
 	l := newRouterLab(t)
 	l.router.cfg.exit6 = false
 	l.a.WritePackets(0, single(udp(a6, web6, "x"), udp(a4, web4, "x"), udp(a6, b6, "x")))
-	if got := l.sa.take(); len(got) != 1 || describe(got[0]) != gw6+" > "+a6+" icmp 1/1" {
+	if got := l.sa.take(); len(got) != 1 || describe(got[0]) != gw6+" > "+a6+" icmp 1/0" {
 		t.Errorf("answered with %d packets", len(got))
 	}
 	if n := len(l.exits[0].take()); n != 1 {
