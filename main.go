@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net/netip"
 	"os"
 	"os/signal"
 	"strings"
@@ -172,13 +171,13 @@ func dialAddress(s string) (string, error) {
 }
 
 func gatewayCommand(logs *logging) *cli.Command {
-	cfg := gateway.Config{Listen: netip.MustParseAddrPort("[::]:443")}
+	var cfg gateway.Config
 	return &cli.Command{
 		Name:  "run",
 		Usage: "run a gateway until a signal stops it",
 		Flags: append([]cli.Flag{
 			stateDir(&cfg.StateDir, gatewayDir, "`DIR` that \"gateway init\" filled"),
-			flag("listen", settings.Var(&cfg.Listen, cfg.Listen.String(), settings.ListenAddr), "UDP `IP:PORT` to listen on"),
+			flag("listen", settings.Var(&cfg.Listen, "port of --address", settings.ListenAddr), "UDP `IP:PORT` to listen on"),
 			flag("interface", settings.Var(&cfg.Interface, "quicvpn-gw", settings.Interface), "`NAME` of the TUN device"),
 			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int), "`NUMBER` of queues of the TUN device, 1 to 256"),
 			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int), "largest packet in `BYTES`, 1280 to 1500"),

@@ -25,8 +25,8 @@ import (
 type Config struct {
 	// StateDir is what Init made. Required.
 	StateDir string
-	// Listen is the UDP address; zero means port 443 of all addresses, IPv4 and
-	// IPv6.
+	// Listen is the UDP address; zero means all addresses, IPv4 and IPv6, and the
+	// port that Init was given.
 	Listen netip.AddrPort
 	// Interface is the name of the TUN device; empty means "quicvpn-gw".
 	Interface string
@@ -36,12 +36,14 @@ type Config struct {
 	// MTU caps the tunnels' MTU, from 1280 to 1500; zero leaves it to each
 	// path.
 	MTU int
+	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
+	// badly.
+	DisableOffload bool
 	// Log is where the gateway speaks; nil discards.
 	Log *slog.Logger
 }
 
 const (
-	defaultPort      = 443
 	defaultInterface = "quicvpn-gw"
 	defaultQueues    = 8 // at most
 	maxQueues        = 256
@@ -63,10 +65,7 @@ func (c *Config) fill() error {
 	if c.StateDir == "" {
 		return errors.New("no state directory: say which with --state-dir")
 	}
-	if c.Listen == (netip.AddrPort{}) {
-		c.Listen = netip.AddrPortFrom(netip.IPv6Unspecified(), defaultPort)
-	}
-	if !c.Listen.Addr().IsValid() {
+	if c.Listen != (netip.AddrPort{}) && !c.Listen.Addr().IsValid() {
 		return fmt.Errorf("listen address %s: not an IP address", c.Listen)
 	}
 	if c.Interface == "" {
@@ -135,9 +134,13 @@ func newGateway(cfg Config) (_ *Gateway, err error) {
 		return nil, err
 	}
 	g.state.Log = cfg.Log
+	if cfg.Listen == (netip.AddrPort{}) {
+		cfg.Listen = netip.AddrPortFrom(netip.IPv6Unspecified(), g.state.port())
+	}
 	g.server, err = tunnel.Listen(tunnel.ServerConfig{
 		Listen: cfg.Listen, Key: g.state.Key(), Authorize: g.authorize, Serve: g.serve,
-		Queues: cfg.Queues, MTU: cfg.MTU, Drops: &g.drops, Log: cfg.Log,
+		Queues: cfg.Queues, MTU: cfg.MTU, DisableOffload: cfg.DisableOffload,
+		Drops: &g.drops, Log: cfg.Log,
 	})
 	if err != nil {
 		return nil, err
@@ -177,10 +180,7 @@ func (g *Gateway) release() error {
 		errs = append(errs, g.egress.close())
 	}
 	if g.server != nil {
-		// A server that runs no longer lets go of its socket.
-		stopped, cancel := context.WithCancel(context.Background())
-		cancel()
-		errs = append(errs, g.server.Run(stopped))
+		errs = append(errs, g.server.Close())
 	}
 	if g.state != nil {
 		errs = append(errs, g.state.Close())

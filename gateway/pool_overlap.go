@@ -78,7 +78,9 @@ func hostPrefixes() ([]hostPrefix, error) {
 	return all, nil
 }
 
+// counts says whether a pool in the prefix would be in the way. The halves of
+// everything are how other VPNs say "default".
 func counts(p netip.Prefix) bool {
 	a := p.Addr()
-	return p.Bits() > 0 && !a.IsLoopback() && !a.IsMulticast() && !a.IsLinkLocalUnicast()
+	return p.Bits() > 1 && !a.IsLoopback() && !a.IsMulticast() && !a.IsLinkLocalUnicast()
 }

@@ -6,9 +6,11 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strconv"
 	"sync"
 	"sync/atomic"
 
@@ -136,6 +138,13 @@ func (s *State) Key() ed25519.PrivateKey { return s.key }
 
 // Address returns the "host:port" that clients dial.
 func (s *State) Address() string { return s.cfg.Address }
+
+// port returns the port of Address, which Init checked.
+func (s *State) port() uint16 {
+	_, text, _ := net.SplitHostPort(s.cfg.Address)
+	n, _ := strconv.ParseUint(text, 10, 16)
+	return uint16(n)
+}
 
 // Pools returns the prefixes in which clients live. The first host of each is
 // the gateway itself.

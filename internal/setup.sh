@@ -15,6 +15,7 @@ need curl curl
 need ip iproute2
 need tc iproute2
 need nft nftables
+need iptables iptables
 need setpriv util-linux
 need git git
 need gcc gcc libc6-dev # the race detector

@@ -121,14 +121,20 @@ func Listen(cfg ServerConfig) (*Server, error) {
 // Addr returns the address that the server is bound to.
 func (s *Server) Addr() netip.AddrPort { return addrPort(s.sock.LocalAddr()) }
 
-// Run accepts sessions until ctx ends, then closes them all and returns nil.
+// Close lets go of the socket. It is for servers that do not run: Run closes
+// its own.
+func (s *Server) Close() error {
+	return errors.Join(s.listener.Close(), s.transport.Close(), s.sock.Close())
+}
+
+// Run accepts sessions until ctx ends, then closes them all, and the server, and
+// returns nil.
 func (s *Server) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer func() {
 		s.listener.Close()
 		wg.Wait()
-		s.transport.Close()
-		s.sock.Close()
+		s.Close()
 	}()
 	for {
 		conn, err := s.listener.Accept(ctx)
