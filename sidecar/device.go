@@ -204,6 +204,10 @@ func (in *inbox) accepts(p *packet.Packet) bool {
 		in.drops.Add(packet.DropMalformed, 1)
 	case !slices.Contains(in.own, h.Dst):
 		in.drops.Add(packet.DropDestination, 1)
+	case !h.Src.IsGlobalUnicast() || h.Src.Is4In6() || slices.Contains(in.own, h.Src):
+		// From link-local addresses the kernel would take orders, such as router
+		// advertisements.
+		in.drops.Add(packet.DropSource, 1)
 	default:
 		return true
 	}

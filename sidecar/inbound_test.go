@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/quicvpn/quicvpn/internal/netlab"
+	"github.com/quicvpn/quicvpn/internal/packet"
 )
 
 // TestNeighboursAndPublishedPorts: what is on the link can be reached, and what
@@ -153,6 +154,9 @@ func TestWhoMayComeIn(t *testing.T) {
 		{"a peer, to loopback", "1010", tcpSYN(toyPeer4, netip.MustParseAddr("127.0.0.1"), 1010, 8080), false},
 		{"a peer, to another client", "1011", tcpSYN(toyPeer4, netip.MustParseAddr("10.88.0.7"), 1011, 8080), false},
 		{"ourselves", "1012", tcpSYN(toyOwn4, toyOwn4, 1012, 8080), false},
+		{"loopback", "1100", tcpSYN(netip.MustParseAddr("127.0.0.1"), toyOwn4, 1100, 8080), false},
+		{"ourselves, IPv6", "1101", tcpSYN(toyOwn6, toyOwn6, 1101, 8080), false},
+		{"a router's advertisement", "", advertisement(), false},
 		{"mapped", "1013", tcpSYN(mapped, toyOwn6, 1013, 8080), false},
 		{"cut short", "1014", tcpSYN(toyPeer4, toyOwn4, 1014, 8080)[:30], false},
 		{"not IP", "", []byte("hello"), false},
@@ -175,6 +179,9 @@ func TestWhoMayComeIn(t *testing.T) {
 			t.Errorf("%s: answers %q, want some: %t", tt.name, answers, tt.answered)
 		}
 	}
+	if routes := l.sh("ip", "-6", "route"); strings.Contains(routes, "2001:db8:1::/64 dev quicvpn0") || strings.Contains(routes, "default via fe80") {
+		t.Errorf("the gateway's router advertisement was taken:\n%s", routes)
+	}
 	// From beside the tunnel nobody reaches the tunnel's address, even who knows
 	// where it is.
 	l.Uplink.Route(netip.MustParsePrefix("10.88.0.5/32"), netip.MustParseAddr("192.0.2.2"))
@@ -183,9 +190,32 @@ func TestWhoMayComeIn(t *testing.T) {
 	}
 	l.ping(toyRemote4, toyRemote6)
 	l.stop(cmd)
-	for _, want := range []string{"malformed:3", "destination:3"} {
+	for _, want := range []string{"malformed:3", "destination:3", "source:5"} {
 		if !strings.Contains(cmd.Log(), want) {
 			t.Errorf("the drops lack %s: %s", want, cmd.Log())
 		}
 	}
+}
+
+// advertisement is a router advertisement (RFC 4861, section 4.2) that claims
+// the uplink's own prefix for the tunnel.
+func advertisement() []byte {
+	prefix := netip.MustParseAddr("2001:db8:1::").As16()
+	body := []byte{134, 0, 0, 0, 64, 0, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0, 0,
+		3, 4, 64, 0xc0, 0, 0, 0xff, 0xff, 0, 0, 0xff, 0xff, 0, 0, 0, 0}
+	body = append(body, prefix[:]...)
+	from := netip.MustParseAddr("fe80::1")
+	b := ipPacket(from, toyOwn6, packet.ICMPv6, body)
+	b[7] = 255
+	var sum uint32
+	for _, part := range [][]byte{b[8:40], {0, 0, 0, byte(len(body)), 0, 0, 0, packet.ICMPv6}, body} {
+		for i := 0; i < len(part); i += 2 {
+			sum += uint32(part[i])<<8 | uint32(part[i+1])
+		}
+	}
+	for sum>>16 > 0 {
+		sum = sum&0xffff + sum>>16
+	}
+	b[42], b[43] = byte(^sum>>8), byte(^sum)
+	return b
 }

@@ -14,7 +14,7 @@ import (
 )
 
 // killSwitchTable is the name of the nftables table (family inet) that holds
-// the rules. nothing else is touched.
+// the rules. Nothing else is touched.
 const killSwitchTable = "quicvpn-killswitch"
 
 // A killSwitch keeps the rules in the kernel as they are wanted. It is not safe

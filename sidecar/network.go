@@ -85,6 +85,9 @@ func (n *network) setUp() error {
 	if n.heir, err = n.killSwitchStep(); err != nil {
 		return err
 	}
+	if n.heir {
+		n.log.Info("took over the kill switch that an earlier run left")
+	}
 	if err := n.openDevice(); err != nil {
 		return err
 	}

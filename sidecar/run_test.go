@@ -174,6 +174,11 @@ func TestKillSwitchModes(t *testing.T) {
 		t.Error("off: that of an earlier run stands")
 	}
 	l.ping(toyRemote4, toyRemote6)
+	l.gw.inject(toyPacket, advertisement())
+	l.ping(toyRemote6)
+	if routes := l.sh("ip", "-6", "route"); strings.Contains(routes, "2001:db8:1::/64 dev quicvpn0") {
+		t.Errorf("off: the gateway's router advertisement was taken:\n%s", routes)
+	}
 	if !strings.Contains(cmd.Log(), "kill switch is off") {
 		t.Error("off: not said")
 	}

@@ -138,14 +138,10 @@ func New(cfg Config) (*Sidecar, error) {
 		Log:    s.cfg.Log,
 	}
 	s.dial = func(ctx context.Context, gateway netip.AddrPort) (session, error) {
-		p, err := newProbe(ctx, gateway)
-		if err != nil {
+		if err := checkWay(ctx, gateway); err != nil {
 			return nil, err
 		}
 		t, err := dialer.Dial(ctx, gateway)
-		if reason := p.Close(); err != nil && timedOut(err) && reason != nil {
-			return nil, reason
-		}
 		if err != nil {
 			return nil, err
 		}

@@ -219,6 +219,16 @@ func TestRepeated(t *testing.T) {
 	if n, say := r.say("something else", now.Add(2*time.Minute)); !say || n != 1 {
 		t.Errorf("another text: %d, %t", n, say)
 	}
+	// Two that take turns are held back too.
+	if n, say := r.say("read udp 127.0.0.1:1: no", now.Add(2*time.Minute)); say || n != 27 {
+		t.Errorf("in turns: %d, %t", n, say)
+	}
+	for i := range 1000 {
+		r.say(strings.Repeat("x", i), now)
+	}
+	if len(r.said) > 16 {
+		t.Errorf("%d texts are remembered", len(r.said))
+	}
 }
 
 type idle struct{}

@@ -44,14 +44,12 @@ func (c *connector) explain(a netip.Addr, err error) error {
 	}
 	t := &trouble{weight: answered, text: err.Error(), cause: err}
 	var refused *tunnel.RefusedError
+	// A timeout may carry the reason for it, and comes last.
 	switch {
 	case errors.As(err, &refused):
 	case errors.Is(err, tunnel.ErrPin), errors.Is(err, tunnel.ErrNotYetValid), errors.Is(err, tunnel.ErrExpired):
 	case errors.Is(err, unix.ECONNREFUSED):
 		t.text = fmt.Sprintf("nothing listens at %s by UDP: is the gateway running there?", where)
-	case timedOut(err):
-		t.weight = noAnswer
-		t.text = fmt.Sprintf("no answer from %s: UDP to it seems blocked on the way (a firewall, a security group, a port that is not forwarded), or the gateway is down", where)
 	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.EADDRNOTAVAIL),
 		errors.Is(err, unix.ENETDOWN), errors.Is(err, unix.EAFNOSUPPORT):
 		t.weight = noWay
@@ -59,6 +57,9 @@ func (c *connector) explain(a netip.Addr, err error) error {
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
 		t.weight = noWay
 		t.text = fmt.Sprintf("a firewall in this namespace refuses packets to %s: %v", where, errno(err))
+	case timedOut(err):
+		t.weight = noAnswer
+		t.text = fmt.Sprintf("no answer from %s: UDP to it seems blocked on the way (a firewall, a security group, a port that is not forwarded), or the gateway is down", where)
 	}
 	return t
 }
@@ -119,9 +120,12 @@ func errno(err error) error {
 
 // repeated holds back what is said again and again. The zero value is ready.
 type repeated struct {
-	text string
-	n    int
-	last time.Time
+	said map[string]*saying
+}
+
+type saying struct {
+	times int
+	last  time.Time // when it was said, not held back
 }
 
 // say counts text, and reports whether it should be said: the first time, every
@@ -133,13 +137,18 @@ func (r *repeated) say(text string, now time.Time) (times int, say bool) {
 		}
 		return c
 	}, text)
-	if text != r.text {
-		*r = repeated{text: text}
+	if r.said == nil || len(r.said) >= 16 {
+		r.said = make(map[string]*saying)
 	}
-	r.n++
-	if r.n > 1 && r.n%10 != 0 && now.Sub(r.last) < time.Minute {
-		return r.n, false
+	s := r.said[text]
+	if s == nil {
+		s = new(saying)
+		r.said[text] = s
 	}
-	r.last = now
-	return r.n, true
+	s.times++
+	if s.times > 1 && s.times%10 != 0 && now.Sub(s.last) < time.Minute {
+		return s.times, false
+	}
+	s.last = now
+	return s.times, true
 }
