@@ -48,7 +48,7 @@ func TestMain(m *testing.M) {
 func (w *world) gatewayConfig() (Config, token.Token) {
 	dir, first := newState(w.t, InitOptions{
 		Pool4: netip.MustParsePrefix("10.91.0.0/16"), Pool6: netip.MustParsePrefix("fd12::/64")})
-	return Config{StateDir: dir, Listen: netip.MustParseAddrPort("[::]:4433"), Queues: 2,
+	return Config{StateDir: dir, Queues: 2,
 		Log: slog.New(slog.NewTextHandler(w.log, nil))}, first
 }
 

@@ -28,7 +28,8 @@ var start = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 func newState(t testing.TB, o InitOptions) (dir string, first token.Token) {
 	t.Helper()
 	dir = filepath.Join(t.TempDir(), "state")
-	o.Dir, o.Address, o.Now = dir, "vpn.example.net:443", func() time.Time { return start }
+	// A port of its own, by which gateways listen that are not told another.
+	o.Dir, o.Address, o.Now = dir, "vpn.example.net:4433", func() time.Time { return start }
 	apart(t, func() (err error) {
 		first, err = Init(o)
 		return err
@@ -55,7 +56,7 @@ func readAll(t testing.TB, dir string) map[string]string {
 
 func TestInit(t *testing.T) {
 	dir, first := newState(t, InitOptions{})
-	if first.Address != "vpn.example.net:443" {
+	if first.Address != "vpn.example.net:4433" {
 		t.Errorf("address %q", first.Address)
 	}
 	for _, name := range []string{identityFile, settingsFile, tokensFile, clientsFile, gatewayLock} {
