@@ -75,15 +75,16 @@ func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, er
 		}
 	}()
 	smaller := make(chan int, 1) // the path's MTU, when the socket learns it
-	size := d.startSize(gateway.Addr())
-	try := func() {
+	size := 0
+	try := func(next int) {
+		size = next
 		pending++
 		go func() {
-			s, err := d.dial(attempts, gateway, size, smaller)
+			s, err := d.dial(attempts, gateway, next, smaller)
 			results <- result{s, err}
 		}()
 	}
-	try()
+	try(d.startSize(gateway.Addr()))
 	fallback := time.NewTicker(fallbackDelay)
 	defer fallback.Stop()
 	for {
@@ -105,18 +106,15 @@ func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, er
 			if !tooBig || next == 0 {
 				return nil, r.err
 			}
-			size = next
-			try()
+			try(next)
 		case mtu := <-smaller:
 			d.learn(gateway.Addr(), mtu)
 			if fits := packetSize(gateway.Addr(), mtu); fits < size && fits >= minPacketSize {
-				size = fits
-				try()
+				try(fits)
 			}
 		case <-fallback.C:
 			if next := nextSize(size); next != 0 {
-				size = next
-				try()
+				try(next)
 			}
 		}
 	}

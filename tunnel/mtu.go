@@ -15,8 +15,6 @@ const (
 	firstPacketSize = 1400
 	// minPacketSize always fits (RFC 9000, section 14).
 	minPacketSize = 1200
-	// maxPacketSize is the largest that quic-go sends.
-	maxPacketSize = 1452
 )
 
 // fallbackSizes are tried one after the other when larger handshakes get no
