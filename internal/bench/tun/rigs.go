@@ -167,7 +167,7 @@ func wholeRig(ctx context.Context, tb netlab.TB, name string) *rig {
 // is copied once, as encryption would.
 func cutRig(ctx context.Context, tb netlab.TB, name string) *rig {
 	return ours(ctx, tb, name, func(from, to *tun.Queue) error {
-		const most = 512
+		const most = 128
 		pkts := make([]packet.Packet, 128)
 		arena := make([]byte, most*2048)
 		out := make([]packet.Packet, 0, most)
