@@ -17,7 +17,6 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
-	"golang.org/x/sys/unix"
 
 	"github.com/quicvpn/quicvpn/internal/netlab"
 	"github.com/quicvpn/quicvpn/internal/token"
@@ -42,8 +41,9 @@ type childSettings struct {
 	Queues     int
 	MTU        int
 	KillSwitch KillSwitch
-	// NoNftables has the kernel refuse the netlink family.
-	NoNftables bool
+	// NoNftables and NoPolicyRouting have the kernel refuse what it would without
+	// these parts.
+	NoNftables, NoPolicyRouting bool
 	// Pin of a real gateway; zero means the toy.
 	Pin [32]byte
 }
@@ -58,10 +58,8 @@ func child(settings string) int {
 	if err := json.Unmarshal([]byte(settings), &c); err != nil {
 		return fail(err)
 	}
-	if c.NoNftables {
-		if err := refuseNetfilter(); err != nil {
-			return fail(err)
-		}
+	if err := lackParts(c.NoNftables, c.NoPolicyRouting); err != nil {
+		return fail(err)
 	}
 	before := goleak.IgnoreCurrent()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
@@ -96,28 +94,6 @@ func child(settings string) int {
 		return fail(err)
 	}
 	return 0
-}
-
-// refuseNetfilter makes socket(AF_NETLINK, …, NETLINK_NETFILTER) fail as it does
-// on a kernel without netfilter netlink.
-func refuseNetfilter() error {
-	load := func(offset uint32) unix.SockFilter {
-		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: offset}
-	}
-	unless := func(k uint32, skip uint8) unix.SockFilter {
-		return unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: k, Jf: skip}
-	}
-	ret := func(k uint32) unix.SockFilter { return unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: k} }
-	// Offsets in struct seccomp_data; the arguments are 64 bits, little endian.
-	const nr, arg0, arg2 = 0, 16, 32
-	filter := []unix.SockFilter{
-		load(nr), unless(unix.SYS_SOCKET, 5),
-		load(arg0), unless(unix.AF_NETLINK, 3),
-		load(arg2), unless(unix.NETLINK_NETFILTER, 1),
-		ret(unix.SECCOMP_RET_ERRNO | uint32(unix.EPROTONOSUPPORT)),
-		ret(unix.SECCOMP_RET_ALLOW),
-	}
-	return seccomp(filter)
 }
 
 // A lab is a topology with a toy gateway in it.

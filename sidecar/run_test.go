@@ -51,6 +51,7 @@ func TestFailedStartLeavesNothing(t *testing.T) {
 		{"no NET_ADMIN", nil, childSettings{}, noAdmin, []string{"NET_ADMIN", "--cap-add"}},
 		{"no NET_ADMIN, kill switch off", nil, childSettings{KillSwitch: KillSwitchOff}, noAdmin, []string{"NET_ADMIN", "--cap-add"}},
 		{"no nftables", nil, childSettings{NoNftables: true}, nil, []string{"lacks nftables", "modprobe"}},
+		{"no policy routing", nil, childSettings{NoPolicyRouting: true}, nil, []string{"add routing rule", "no policy routing", "CONFIG_IP_MULTIPLE_TABLES"}},
 		{"no TUN device", func(l *lab) { l.Client.Hide("/dev/net") }, childSettings{}, nil, []string{"/dev/net/tun", "--device"}},
 		{"interface in use", occupy, childSettings{}, nil, []string{"quicvpn0", "veth", "another name"}},
 		{"interface in use, to be kept", occupy, childSettings{KillSwitch: KillSwitchKeep}, nil, []string{"quicvpn0", "another name"}},
