@@ -35,6 +35,8 @@ const (
 )
 
 func main() {
+	// quic-go would warn of small buffers in its own words, and past our log.
+	os.Setenv("QUIC_GO_DISABLE_RECEIVE_BUFFER_WARNING", "true")
 	os.Exit(run(os.Args, os.Stdout, os.Stderr, settings.Sources{
 		LookupEnv: os.LookupEnv,
 		Secrets:   "/run/secrets",
@@ -181,6 +183,7 @@ func gatewayCommand(logs *logging) *cli.Command {
 			flag("interface", settings.Var(&cfg.Interface, "quicvpn-gw", settings.Interface), "`NAME` of the TUN device"),
 			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int), "`NUMBER` of queues of the TUN device, 1 to 256"),
 			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int), "largest packet in `BYTES`, 1280 to 1500"),
+			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 		}, logs.flags()...),
 		Action: func(c *cli.Context) error {
 			cfg.Log = logs.logger()
@@ -208,6 +211,7 @@ func sidecarCommand(logs *logging) *cli.Command {
 			flag("interface", settings.Var(&cfg.Interface, "quicvpn0", settings.Interface), "`NAME` of the TUN device"),
 			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int), "`NUMBER` of queues of the TUN device, 1 to 256"),
 			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int), "largest packet in `BYTES`, 1280 to 1500"),
+			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 			flag("kill-switch", settings.Var(&cfg.KillSwitch, cfg.KillSwitch.String(), killSwitch), "`WHEN` rules block what would leave beside the tunnel: on (until a graceful stop), keep (after it too) or off"),
 		}, logs.flags()...),
 		Before: func(c *cli.Context) error {
@@ -232,6 +236,14 @@ func sidecarCommand(logs *logging) *cli.Command {
 			})
 		},
 	}
+}
+
+// off reads a switch that a Config has the other way round.
+func off(s string) (bool, error) {
+	if s != "on" && s != "off" {
+		return false, errors.New("must be one of on, off")
+	}
+	return s == "off", nil
 }
 
 func killSwitch(s string) (sidecar.KillSwitch, error) {

@@ -83,6 +83,9 @@ type Config struct {
 	Queues int
 	// MTU caps the TUN device's, 1280 to 1500; zero leaves it to the path.
 	MTU int
+	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
+	// badly.
+	DisableOffload bool
 	// KillSwitch is on by default.
 	KillSwitch KillSwitch
 	// Log is where the sidecar speaks; nil discards.
@@ -136,6 +139,8 @@ func New(cfg Config) (*Sidecar, error) {
 		MTU:    cfg.MTU,
 		Drops:  &s.drops,
 		Log:    s.cfg.Log,
+
+		DisableOffload: cfg.DisableOffload,
 	}
 	s.dial = func(ctx context.Context, gateway netip.AddrPort) (session, error) {
 		if err := checkWay(ctx, gateway); err != nil {
