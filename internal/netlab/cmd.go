@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"strings"
@@ -46,6 +47,10 @@ func (c *Cmd) Start() error {
 	}
 	c.SysProcAttr.Setpgid = true
 	c.SysProcAttr.Pdeathsig = syscall.SIGKILL
+	if !c.ns.lab.enter() {
+		return fmt.Errorf("start in namespace %s: %w", c.ns.Name, net.ErrClosed)
+	}
+	defer c.ns.lab.inside.Done()
 	started := make(chan error, 1)
 	c.ns.calls <- func() { started <- c.Cmd.Start() }
 	if err := <-started; err != nil {

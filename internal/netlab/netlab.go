@@ -31,9 +31,13 @@ type TB interface {
 
 // A Lab owns namespaces, links, commands and captures, until its TB cleans up.
 type Lab struct {
-	tb TB
+	tb      TB
+	closing context.Context // done once the lab closes
+	cancel  context.CancelFunc
+	inside  sync.WaitGroup // functions that run in namespaces, commands that start
 
-	mu      sync.Mutex // guards the fields below
+	mu      sync.Mutex // guards the fields below, until all has left
+	closed  bool       // no function may enter a namespace any more
 	closers []func()   // run last first
 	cmds    []*Cmd
 }
@@ -46,6 +50,7 @@ func New(tb TB) *Lab {
 		tb.Fatalf("network namespaces need root: run this as root")
 	}
 	l := &Lab{tb: tb}
+	l.closing, l.cancel = context.WithCancel(context.Background())
 	tb.Cleanup(l.close)
 	return l
 }
@@ -56,18 +61,41 @@ func (l *Lab) onClose(f func()) {
 	l.closers = append(l.closers, f)
 }
 
-func (l *Lab) close() {
+// enter reports whether a function may enter a namespace; it then ends with
+// inside.Done.
+func (l *Lab) enter() bool {
 	l.mu.Lock()
-	cmds, closers := slices.Clone(l.cmds), slices.Clone(l.closers)
+	defer l.mu.Unlock()
+	if !l.closed {
+		l.inside.Add(1)
+	}
+	return !l.closed
+}
+
+func (l *Lab) close() {
+	l.cancel()
+	l.mu.Lock()
+	l.closed = true
 	l.mu.Unlock()
-	for _, c := range slices.Backward(cmds) {
-		c.Kill()
+	l.kill()
+	l.inside.Wait()
+	l.kill() // what was about to start
+	for _, c := range l.cmds {
 		if l.tb.Failed() && c.Log() != "" {
 			l.tb.Logf("%s in %s printed:\n%s", c.Args, c.ns.Name, tail(c.Log(), 8<<10))
 		}
 	}
-	for _, f := range slices.Backward(closers) {
+	for _, f := range slices.Backward(l.closers) {
 		f()
+	}
+}
+
+func (l *Lab) kill() {
+	l.mu.Lock()
+	cmds := slices.Clone(l.cmds)
+	l.mu.Unlock()
+	for _, c := range slices.Backward(cmds) {
+		c.Kill()
 	}
 }
 

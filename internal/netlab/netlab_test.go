@@ -76,6 +76,28 @@ func TestDoReturnsWhenTheFunctionExits(t *testing.T) {
 	}
 }
 
+func TestCloseWaitsForDials(t *testing.T) {
+	var client *NS
+	dialled := make(chan error)
+	err := Main(t.Context(), "lab", func(ctx context.Context, tb TB) {
+		client = NewTopology(tb, LinkConfig{}).Client
+		go func() {
+			_, err := client.DialContext(context.WithoutCancel(ctx), "tcp", "203.0.113.99:80") // nobody answers
+			dialled <- err
+		}()
+		time.Sleep(50 * time.Millisecond)
+	})
+	if err != nil {
+		t.Error(err)
+	}
+	if err := <-dialled; !errors.Is(err, context.Canceled) && !strings.Contains(err.Error(), "canceled") {
+		t.Errorf("the dial ended with %v, want that it was cancelled", err)
+	}
+	if err := client.Do(func() error { return nil }); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("enter a namespace of a closed lab: %v, want ErrClosed", err)
+	}
+}
+
 func TestSysctlAndMountsStayInside(t *testing.T) {
 	ctx := testContext(t)
 	l := New(t)

@@ -102,10 +102,15 @@ func (n *NS) enterNew() (err error) {
 	return nil
 }
 
-// Do runs f on an OS thread inside the namespace. Only what f does itself
+// Do runs f on an OS thread inside the namespace; the lab does not close before f
+// has returned. Only what f does itself
 // happens there: goroutines that f starts run outside. Sockets, descriptors and
 // netlink handles that f opens stay inside wherever they are used.
 func (n *NS) Do(f func() error) error {
+	if !n.lab.enter() {
+		return fmt.Errorf("enter namespace %s: %w", n.Name, net.ErrClosed)
+	}
+	defer n.lab.inside.Done()
 	done := make(chan error, 1)
 	onOwnThread(func() {
 		// Goexit, as by t.Fatal in f, must not leave the caller waiting.
@@ -187,6 +192,10 @@ func (n *NS) ListenPacket(network, address string) (pc net.PacketConn, err error
 // DialContext is net.Dialer.DialContext inside the namespace. The address is
 // literal: a name would be resolved on other threads.
 func (n *NS) DialContext(ctx context.Context, network, address string) (c net.Conn, err error) {
+	// An HTTP client goes on dialling after its request has ended.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(n.lab.closing, cancel)()
 	err = n.Do(func() error {
 		c, err = new(net.Dialer).DialContext(ctx, network, address)
 		return err
