@@ -32,8 +32,8 @@ lint:
 # The tests of all packages, with the race detector, those in namespaces of their
 # own and the seeds of all fuzz targets too.
 test: setup
-	CGO_ENABLED=1 $(GO) test -race -p 2 $(UNIT)
-	cd internal/bench && CGO_ENABLED=1 $(GO) test -race ./...
+	CGO_ENABLED=1 $(GO) test -race -count=1 -p 2 $(UNIT)
+	cd internal/bench && CGO_ENABLED=1 $(GO) test -race -count=1 ./...
 
 # The tests that run the binary as a user would. Most of their time they wait.
 # With RACE=1 the binary has the race detector in it.
@@ -44,7 +44,10 @@ e2e: setup
 fuzz:
 	@GO=$(GO) sh internal/fuzz.sh $(FUZZTIME)
 
+# All of it; about six minutes on two cores. The end-to-end tests run twice: on
+# the binary as users have it, and on one with the race detector.
 check: setup lint build test e2e fuzz
+	$(MAKE) e2e RACE=1
 
 demo: setup build
 	@$(GO) build -o bin/demo ./internal/demo

@@ -18,10 +18,6 @@ import (
 // fragments says what a socket does with what is too large: with df nothing is
 // fragmented, by the kernel or on the way; without, everything may be.
 func fragments(conn syscall.Conn, version int, df bool) error {
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return err
-	}
 	level, option, never, always := unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO, unix.IP_PMTUDISC_DONT
 	if version == 6 {
 		level, option, never, always = unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_PMTUDISC_DO, unix.IPV6_PMTUDISC_DONT
@@ -30,9 +26,17 @@ func fragments(conn syscall.Conn, version int, df bool) error {
 	if df {
 		value = never
 	}
-	var set error
-	err = raw.Control(func(fd uintptr) { set = unix.SetsockoptInt(int(fd), level, option, value) })
+	return setOption(conn, level, option, value)
+}
+
+// setOption sets an option of a socket.
+func setOption(conn syscall.Conn, level, option, value int) error {
+	raw, err := conn.SyscallConn()
 	if err != nil {
+		return err
+	}
+	var set error
+	if err := raw.Control(func(fd uintptr) { set = unix.SetsockoptInt(int(fd), level, option, value) }); err != nil {
 		return err
 	}
 	return set

@@ -17,9 +17,10 @@ import (
 // only counts them, so that it costs a busy tunnel next to nothing.
 type Capture struct {
 	iface   *Iface
-	onLink  []netip.Prefix // the interface's addresses
-	tunnels int            // socket that takes the tunnel's packets, never read
-	others  int            // socket that takes all the rest
+	ends    []netip.AddrPort // of the tunnel
+	onLink  []netip.Prefix   // the interface's addresses
+	tunnels int              // socket that takes the tunnel's packets, never read
+	others  int              // socket that takes all the rest
 
 	mu    sync.Mutex // guards seen
 	seen  Traffic
@@ -30,7 +31,8 @@ type Capture struct {
 type Traffic struct {
 	// Tunnel packets are UDP to or from the tunnel's end.
 	Tunnel uint64
-	// Clear packets go to a destination off the link, and are not the tunnel's.
+	// Clear packets go to a destination off the link, and are not the tunnel's,
+	// nor the ICMP errors of a kernel about those, which show no more than they.
 	Clear uint64
 	// DNS packets are those of port 53, whatever their destination.
 	DNS uint64
@@ -67,7 +69,7 @@ func (t Traffic) Leak() string {
 // tunnel's packets are those of UDP to or from the given ends.
 func (i *Iface) Capture(tunnel ...netip.AddrPort) *Capture {
 	i.NS.lab.tb.Helper()
-	c := &Capture{iface: i, onLink: i.Addresses()}
+	c := &Capture{iface: i, ends: tunnel, onLink: i.Addresses()}
 	i.NS.must("capture "+i.Name, func() (err error) {
 		if c.tunnels, err = packetSocket(i.Index, tunnelFilter(tunnel, 1, 0), 1); err != nil {
 			return err
@@ -209,6 +211,9 @@ func (c *Capture) lookAt(p []byte) {
 	if !ok {
 		return // not IP: ARP
 	}
+	if q, ok := quoted(p); ok && s.dst.Addr() == q.src.Addr() && (slices.Contains(c.ends, q.src) || slices.Contains(c.ends, q.dst)) {
+		return
+	}
 	isDNS := s.src.Port() == 53 || s.dst.Port() == 53
 	isClear := !c.local(s.dst.Addr())
 	if isDNS {
@@ -220,6 +225,25 @@ func (c *Capture) lookAt(p []byte) {
 	if (isDNS || isClear) && len(c.seen.Samples) < 5 {
 		c.seen.Samples = append(c.seen.Samples, s.String())
 	}
+}
+
+// quoted summarizes the packet that an ICMP error is about.
+func quoted(p []byte) (s summary, ok bool) {
+	var head int
+	var isError bool
+	switch {
+	case p[0]>>4 == 4 && p[9] == unix.IPPROTO_ICMP:
+		head = int(p[0]&15) * 4
+		isError = len(p) > head && (p[head] == 3 || p[head] == 11 || p[head] == 12)
+	case p[0]>>4 == 6 && p[6] == unix.IPPROTO_ICMPV6:
+		head = 40
+		isError = len(p) > head && p[head] < 128
+	}
+	if !isError || len(p) < head+8 {
+		return s, false
+	}
+	s, ok = summarize(p[head+8:])
+	return s, ok && s.proto == unix.IPPROTO_UDP
 }
 
 // local says whether the destination is on the link.

@@ -142,3 +142,35 @@ func TestCaptureSeesTheGatewaysAnswers(t *testing.T) {
 		}
 	}
 }
+
+// TestCaptureKnowsErrorsAboutTheTunnel has the gateway send to a port that the
+// client does not listen on: the client's kernel answers with ICMP.
+func TestCaptureKnowsErrorsAboutTheTunnel(t *testing.T) {
+	top := NewTopology(t, LinkConfig{})
+	for _, tt := range []struct {
+		gateway, client netip.Addr
+		port            uint16
+		tunnel, clear   uint64
+	}{
+		{GatewayAddr4, netip.MustParseAddr("192.0.2.2"), 443, 1, 0},
+		{GatewayAddr6, netip.MustParseAddr("2001:db8:1::2"), 443, 1, 0},
+		{GatewayAddr4, netip.MustParseAddr("192.0.2.2"), 444, 0, 1},
+		{GatewayAddr6, netip.MustParseAddr("2001:db8:1::2"), 444, 0, 1},
+	} {
+		c := top.ClientIf.Capture(netip.AddrPortFrom(tt.gateway, 443))
+		pc, err := top.Gateway.ListenPacket("udp", netip.AddrPortFrom(tt.gateway, tt.port).String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := pc.WriteTo([]byte("late"), net.UDPAddrFromAddrPort(netip.AddrPortFrom(tt.client, 9))); err != nil {
+			t.Fatal(err)
+		}
+		defer pc.Close()
+		// The kernel answers on the spot: a moment later all has been seen.
+		time.Sleep(50 * time.Millisecond)
+		got := c.Traffic()
+		if got.Tunnel != tt.tunnel || got.Clear != tt.clear {
+			t.Errorf("from %s port %d: saw %+v, want %d of the tunnel and %d clear", tt.gateway, tt.port, got, tt.tunnel, tt.clear)
+		}
+	}
+}
