@@ -64,7 +64,7 @@ func TestJoinFails(t *testing.T) {
 		{"wrong pin", "", func(w *world) string {
 			w.startGateway()
 			return w.change("pin", w.token, func(t *token.Token) { t.Pin[0] ^= 1 })
-		}, []string{"key"}},
+		}, []string{"the gateway's key is not the one in the token"}},
 		{"no gateway", "", func(w *world) string { return w.token },
 			[]string{"nothing listens at 198.51.100.2:443 by UDP"}},
 		{"no such address", "198.51.100.77:443", func(w *world) string { return w.token },
