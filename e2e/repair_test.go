@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"os"
 	"strings"
 	"syscall"
 	"testing"
@@ -102,32 +101,6 @@ func TestGatewayMoves(t *testing.T) {
 	c.waitUp(15 * time.Second)
 	c.checkPages()
 	c.checkTunnel()
-}
-
-// TestIdleMemory measures the resident memory of a sidecar that has nothing to
-// do.
-func TestIdleMemory(t *testing.T) {
-	if raceEnabled {
-		return // the race detector's own memory is many times as much
-	}
-	t.Parallel()
-	w := newWorld(t, options{})
-	w.startGateway()
-	c := w.client0()
-	c.join(w.token)
-	c.checkPages()
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", c.sidecar.Process.Pid))
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, rest, _ := strings.Cut(string(status), "VmRSS:")
-	var kb int
-	if _, err := fmt.Sscan(rest, &kb); err != nil {
-		t.Fatal(err)
-	}
-	if kb == 0 || kb >= 40_000 {
-		t.Errorf("the idle sidecar has %d KB, want less than 40 MB", kb)
-	}
 }
 
 // TestManyClients opens several tunnels to one gateway.

@@ -160,7 +160,7 @@ func (d *demo) measure(ctx context.Context, top *netlab.Topology) (up, down floa
 		to      *float64
 		reverse bool
 	}{{&up, false}, {&down, true}} {
-		r, err := top.Client.Iperf(ctx, netlab.Iperf{Server: iperfEnd, Reverse: m.reverse, Duration: 2 * time.Second})
+		r, err := top.Client.Iperf(ctx, netlab.Iperf{Server: iperfEnd, Reverse: m.reverse, Duration: 3 * time.Second})
 		if err != nil {
 			d.tb.Fatalf("measure: %v", err)
 		}
