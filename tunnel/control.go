@@ -76,6 +76,7 @@ func readGrant(r io.Reader, g *Grant) error {
 		switch c := c.(type) {
 		case addressAssign:
 			addresses = true
+			g.Addresses = nil // each list replaces the last
 			for _, a := range c {
 				if a.Prefix.IsSingleIP() && !a.refused() {
 					g.Addresses = append(g.Addresses, a.Prefix.Addr())

@@ -226,13 +226,18 @@ func handshakeError(err error) error {
 // connectIP asks for a tunnel (RFC 9484, section 4) and waits for the grant.
 func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func()) (*Session, error) {
 	own := isOwn(conn)
-	transport := &http3.Transport{EnableDatagrams: !own}
+	transport := &http3.Transport{EnableDatagrams: !own, MaxResponseHeaderBytes: maxHeaderBytes}
 	if own {
 		transport.AdditionalSettings = map[uint64]uint64{settingOwn: settingOwnVersion}
 	}
 	client := transport.NewRawClientConn(conn)
 	incoming := make(chan *quic.ReceiveStream, 1)
-	go acceptUniStreams(conn, own, incoming, client.HandleUnidirectionalStream)
+	go acceptUniStreams(conn, own, client.HandleUnidirectionalStream, func(stream *quic.ReceiveStream) {
+		select {
+		case incoming <- stream:
+		case <-conn.Context().Done():
+		}
+	})
 
 	// Extended CONNECT waits for the peer's settings (RFC 9220, section 3).
 	select {
@@ -241,6 +246,9 @@ func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func())
 		return nil, fmt.Errorf("wait for the gateway's settings: %w", context.Cause(ctx))
 	case <-conn.Context().Done():
 		return nil, fmt.Errorf("wait for the gateway's settings: %w", context.Cause(conn.Context()))
+	}
+	if largestDatagram(conn) < minDatagram {
+		return nil, errors.New("the gateway takes no QUIC datagrams (RFC 9221) in which packets fit")
 	}
 	if v := client.Settings().Other[settingOwn]; own && v != settingOwnVersion {
 		return nil, fmt.Errorf("the gateway speaks version %d of the quicvpn framing, this client version %d: install the same release on both", v, settingOwnVersion)
@@ -301,23 +309,19 @@ func requestGrant(stream *http3.RequestStream, request *http.Request, own bool) 
 	return grant, nil
 }
 
-// acceptUniStreams sorts the streams that the peer opens: ours to incoming, the
-// others to HTTP/3.
-func acceptUniStreams(conn *quic.Conn, own bool, incoming chan<- *quic.ReceiveStream, http3 func(*quic.ReceiveStream)) {
-	ctx := conn.Context()
+// acceptUniStreams sorts the streams that the peer opens: those for
+// super-packets to super, the others to HTTP/3.
+func acceptUniStreams(conn *quic.Conn, own bool, http3, super func(*quic.ReceiveStream)) {
 	for {
-		stream, err := conn.AcceptUniStream(ctx)
+		stream, err := conn.AcceptUniStream(conn.Context())
 		if err != nil {
 			return
 		}
 		go func() {
-			if !own || peekType(stream) != streamTypeSuper {
+			if own && peekType(stream) == streamTypeSuper {
+				super(stream)
+			} else {
 				http3(stream)
-				return
-			}
-			select {
-			case incoming <- stream:
-			case <-ctx.Done():
 			}
 		}()
 	}

@@ -1,6 +1,7 @@
 package tunnel
 
 import (
+	"container/list"
 	"context"
 	"crypto/ed25519"
 	"errors"
@@ -67,14 +68,20 @@ type Server struct {
 	transport *quic.Transport
 	listener  *quic.Listener
 	sizes     initialSizes
+	strangers strangers
 
 	mu       sync.Mutex
 	sessions map[*Session]struct{} // that the socket's news may be for
 }
 
 const (
-	// joinTimeout is how long a connection may live without a session.
-	joinTimeout = 10 * time.Second
+	// joinTimeout is how long a connection may live without a session, and
+	// maxStrangers how many such connections there may be.
+	joinTimeout  = 10 * time.Second
+	maxStrangers = 1024
+
+	// maxHeaderBytes bounds the headers of requests and answers.
+	maxHeaderBytes = 16 << 10
 
 	// Above so many new connections a second, clients first prove that their
 	// address is theirs (RFC 9000, section 8.1.2).
@@ -151,8 +158,9 @@ func (s *Server) Run(ctx context.Context) error {
 // serveConn serves one connection, which holds one session.
 func (s *Server) serveConn(ctx context.Context, conn *quic.Conn) {
 	own := isOwn(conn)
-	h := &handler{server: s, conn: conn, ctx: ctx, incoming: make(chan *quic.ReceiveStream, 1)}
-	h3 := &http3.Server{Handler: h, EnableDatagrams: !own, MaxHeaderBytes: 16 << 10}
+	h := &handler{server: s, conn: conn, ctx: ctx, known: s.strangers.add(conn), incoming: make(chan *quic.ReceiveStream, 1)}
+	defer h.known()
+	h3 := &http3.Server{Handler: h, EnableDatagrams: !own, MaxHeaderBytes: maxHeaderBytes}
 	if own {
 		h3.AdditionalSettings = map[uint64]uint64{settingOwn: settingOwnVersion}
 	}
@@ -165,13 +173,16 @@ func (s *Server) serveConn(ctx context.Context, conn *quic.Conn) {
 		raw.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "the gateway shuts down")
 	})
 	defer stop()
-	idle := time.AfterFunc(joinTimeout, func() {
-		if !h.busy.Load() {
-			raw.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "no request for a tunnel")
+	go acceptUniStreams(conn, own, raw.HandleUnidirectionalStream, func(stream *quic.ReceiveStream) {
+		if !h.granted.Load() {
+			stream.CancelRead(quic.StreamErrorCode(http3.ErrCodeStreamCreationError))
+			return
+		}
+		select {
+		case h.incoming <- stream:
+		case <-conn.Context().Done():
 		}
 	})
-	defer idle.Stop()
-	go acceptUniStreams(conn, own, h.incoming, raw.HandleUnidirectionalStream)
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	for {
@@ -188,8 +199,10 @@ type handler struct {
 	server   *Server
 	conn     *quic.Conn
 	ctx      context.Context // the server's
+	known    func()          // says that the client is no stranger
 	incoming chan *quic.ReceiveStream
 	busy     atomic.Bool // the one session that a connection holds is asked for or there
+	granted  atomic.Bool // it is there
 }
 
 func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -227,11 +240,17 @@ func (h *handler) serve(w http.ResponseWriter, r *http.Request) error {
 		return &RefusedError{Status: http.StatusUnauthorized, Code: "no-certificate",
 			Text: "show a TLS client certificate: its key is the client's identity"}
 	}
+	if largestDatagram(h.conn) < minDatagram {
+		return &RefusedError{Status: http.StatusBadRequest, Code: "no-datagrams",
+			Text: "take QUIC datagrams (RFC 9221) in which packets fit"}
+	}
 	join.Secret, _ = strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	grant, err := h.server.cfg.Authorize(r.Context(), join)
 	if err != nil {
 		return err
 	}
+	h.known()
+	h.granted.Store(true)
 	grantToHeader(grant, w.Header())
 	w.Header().Set(http3.CapsuleProtocolHeader, "?1")
 	w.WriteHeader(http.StatusOK)
@@ -280,6 +299,36 @@ func (s *Server) onTooBig(remote netip.AddrPort, mtu int) {
 		if session.Remote() == netip.AddrPortFrom(remote.Addr().Unmap(), remote.Port()) {
 			go session.onTooBig(mtu)
 		}
+	}
+}
+
+// strangers are the connections that have no session. There is room for so many:
+// the oldest makes way, so that a flood does not keep out clients, who are quick.
+type strangers struct {
+	mu    sync.Mutex
+	conns list.List // of *quic.Conn, the oldest first
+}
+
+// add lets a connection in until leave is called, or time is up.
+func (s *strangers) add(conn *quic.Conn) (leave func()) {
+	s.mu.Lock()
+	e := s.conns.PushBack(conn)
+	var oldest *quic.Conn
+	if s.conns.Len() > maxStrangers {
+		oldest = s.conns.Remove(s.conns.Front()).(*quic.Conn)
+	}
+	s.mu.Unlock()
+	if oldest != nil {
+		go oldest.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeExcessiveLoad), "too many connections without a session")
+	}
+	timeout := time.AfterFunc(joinTimeout, func() {
+		conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "no request for a tunnel")
+	})
+	return func() {
+		timeout.Stop()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.conns.Remove(e) // which does nothing the second time
 	}
 }
 

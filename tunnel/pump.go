@@ -94,7 +94,9 @@ func (s *Session) sendDatagram(queue int, b []byte, h packet.Header, mtu int, er
 		s.queueDatagram(b)
 	case h.Version == 4 && !h.DontFragment:
 		// A router's duty (RFC 791, section 2.3).
-		packet.FragmentIPv4(b, mtu, s.queueDatagram)
+		if !packet.FragmentIPv4(b, mtu, s.queueDatagram) {
+			s.drops.Add(packet.DropTooBig, 1)
+		}
 	default:
 		s.drops.Add(packet.DropTooBig, 1)
 		if errs == nil {
@@ -171,7 +173,7 @@ func (s *Session) writeStream(queue int) {
 			if stream == nil {
 				var err error
 				if stream, err = s.openStream(queue); err != nil {
-					s.closeConn(fmt.Sprintf("open a stream: %v", err))
+					s.fail(fmt.Errorf("open a stream: %w", err))
 					return
 				}
 			}
@@ -180,7 +182,7 @@ func (s *Session) writeStream(queue int) {
 			n, err := stream.Write(c.b)
 			out.writing.Store(false)
 			if err != nil {
-				s.closeConn(fmt.Sprintf("write to a stream: %v", err))
+				s.fail(fmt.Errorf("write to a stream: %w", err))
 				return
 			}
 			out.setRate(n, time.Since(start), s.conn)
@@ -204,8 +206,8 @@ func (s *Session) openStream(queue int) (*quic.SendStream, error) {
 	return stream, err
 }
 
-// Receive hands what the peer sends to sink until the session ends, and returns
-// why it ended: nil after Close.
+// Receive hands what the peer sends to sink until the session ends, closes it,
+// and returns why it ended: nil if somebody called Close.
 func (s *Session) Receive(sink Sink) error {
 	var wg sync.WaitGroup
 	wg.Go(func() { s.readDatagrams(sink) })
@@ -215,7 +217,7 @@ func (s *Session) Receive(sink Sink) error {
 		case stream := <-s.incoming:
 			wg.Go(func() {
 				if err := s.readStream(stream, sink); err != nil {
-					s.closeConn(err.Error())
+					s.fail(err)
 				}
 			})
 			continue
@@ -229,8 +231,8 @@ func (s *Session) Receive(sink Sink) error {
 	return err
 }
 
-// readStream reads the frames of one stream. It holds a buffer only while data
-// is there.
+// readStream reads the frames of one stream. Between frames, while nothing
+// comes, it holds no buffer.
 func (s *Session) readStream(stream *quic.ReceiveStream, sink Sink) error {
 	queue, err := readStreamHeader(stream, s.control.StreamID())
 	if err != nil {
@@ -242,16 +244,21 @@ func (s *Session) readStream(stream *quic.ReceiveStream, sink Sink) error {
 		if _, err := stream.Peek(first[:]); err != nil {
 			return streamEnd(err)
 		}
-		c := chunkPool.Get().(*chunk)
-		err := readFrames(stream, c.b[:cap(c.b)], pkts, func(pkts []packet.Packet) {
+		buf := readBuffers.Get().(*[readBuffer]byte)
+		err := readFrames(stream, buf[:], pkts, func(pkts []packet.Packet) {
 			sink.WritePackets(queue, pkts)
 		})
-		chunkPool.Put(c)
+		readBuffers.Put(buf)
 		if err != nil {
 			return streamEnd(err)
 		}
 	}
 }
+
+// readBuffer holds the longest frame, and many of them to hand on at once.
+const readBuffer = 128 << 10
+
+var readBuffers = sync.Pool{New: func() any { return new([readBuffer]byte) }}
 
 // readFrames reads into buf until no part of a frame is left in it, and hands
 // on the packets of whole frames. It returns nil at a frame's end.
@@ -312,8 +319,8 @@ func readStreamHeader(stream *quic.ReceiveStream, id quic.StreamID) (queue int, 
 	if err != nil {
 		return 0, err
 	}
-	if q >= maxQueues {
-		return 0, fmt.Errorf("queue number %d is not below %d", q, maxQueues)
+	if q >= maxStreams {
+		return 0, fmt.Errorf("queue number %d is not below %d", q, maxStreams)
 	}
 	return int(q), nil
 }
@@ -413,5 +420,5 @@ func (s *Session) serveControl() {
 	if errors.Is(err, io.EOF) {
 		err = errors.New("the request has ended")
 	}
-	s.closeConn(err.Error()) // does nothing where the session has ended
+	s.fail(err) // which does nothing where the session has ended
 }

@@ -48,7 +48,7 @@ func TestReadFrames(t *testing.T) {
 		"halves":             iotest.HalfReader(bytes.NewReader(whole)),
 		"end with the bytes": iotest.DataErrReader(bytes.NewReader(whole)),
 	} {
-		got, err := readAll(t, r, chunkSize)
+		got, err := readAll(t, r, readBuffer)
 		if err != io.EOF {
 			t.Errorf("%s: error %v, want EOF", name, err)
 		}
@@ -64,7 +64,7 @@ func TestReadFramesCutOff(t *testing.T) {
 		if n == len(whole)/2 {
 			continue // a frame's end
 		}
-		got, err := readAll(t, bytes.NewReader(whole[:n]), chunkSize)
+		got, err := readAll(t, bytes.NewReader(whole[:n]), readBuffer)
 		if err == io.EOF || !errors.Is(err, io.EOF) {
 			t.Errorf("cut at %d: error %v, want one that says so", n, err)
 		}
@@ -78,7 +78,7 @@ func FuzzReadFrames(f *testing.F) {
 	f.Add(frames(packet.Packet{Data: []byte{1, 2, 3}, Segment: 1000}))
 	f.Add(frames(packet.Packet{}))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		pkts, _ := readAll(t, bytes.NewReader(b), chunkSize)
+		pkts, _ := readAll(t, bytes.NewReader(b), readBuffer)
 		for _, p := range pkts {
 			p.Flags &= packet.Partial
 		}

@@ -38,9 +38,9 @@ const (
 	idleTimeout = 30 * time.Second
 )
 
-// ErrPathShrank ends a session whose packets no longer fit the path: its next
+// errPathShrank ends a session whose packets no longer fit the path: its next
 // session starts with packets that do.
-var ErrPathShrank = errors.New("the path's MTU shrank")
+var errPathShrank = errors.New("the path's MTU shrank")
 
 // A Session is one CONNECT-IP request (RFC 9484) seen from either of its ends.
 type Session struct {
@@ -59,9 +59,10 @@ type Session struct {
 	incoming  chan *quic.ReceiveStream
 	heard     liveness
 
-	closeOnce sync.Once
-	onClose   func() // frees what belongs to the session alone
-	wg        sync.WaitGroup
+	endOnce sync.Once
+	cause   atomic.Pointer[error] // why we ended it
+	onClose func()                // frees what belongs to the session alone
+	wg      sync.WaitGroup
 }
 
 // sessionConfig is what a session is made of.
@@ -96,7 +97,7 @@ func newSession(c sessionConfig) *Session {
 	s.path.update(s.datagramSpace())
 	s.heard.at.Store(time.Now().UnixNano())
 	s.datagrams = make(datagramQueue, maxQueuedDatagrams)
-	s.outboxes = make([]*outbox, max(c.queues, 1))
+	s.outboxes = make([]*outbox, min(max(c.queues, 1), maxStreams))
 	for i := range s.outboxes {
 		s.outboxes[i] = &outbox{wake: make(chan struct{}, 1)}
 		s.wg.Go(func() { s.writeStream(i) })
@@ -137,15 +138,19 @@ func (s *Session) RTT() time.Duration { return s.conn.ConnectionStats().Smoothed
 // Close ends the session, tells the peer the reason and waits for the session's
 // goroutines.
 func (s *Session) Close(reason string) error {
-	err := s.closeConn(reason)
+	err := s.end(nil, reason)
 	s.wg.Wait()
 	return err
 }
 
-// closeConn is Close for the session's own goroutines: it does not wait.
-func (s *Session) closeConn(reason string) error {
+// fail ends the session for a reason that the owner and the peer are told. It
+// does not wait, so that the session's own goroutines may call it.
+func (s *Session) fail(cause error) { s.end(cause, cause.Error()) }
+
+func (s *Session) end(cause error, reason string) error {
 	var err error
-	s.closeOnce.Do(func() {
+	s.endOnce.Do(func() {
+		s.cause.Store(&cause)
 		err = s.conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), reason)
 		if s.onClose != nil {
 			s.onClose()
@@ -154,15 +159,18 @@ func (s *Session) closeConn(reason string) error {
 	return err
 }
 
-// ended returns why the session is over: nil if we closed it.
+// ended returns why the session is over: nil if somebody called Close.
 func (s *Session) ended() error {
 	err := context.Cause(s.conn.Context())
 	if app, ok := errors.AsType[*quic.ApplicationError](err); ok {
 		if !app.Remote {
+			if cause := s.cause.Load(); cause != nil {
+				return *cause
+			}
 			return nil
 		}
 		if app.ErrorMessage != "" {
-			return fmt.Errorf("the other end closed the session: %s", app.ErrorMessage)
+			return fmt.Errorf("the other end closed the session: %s", printable(app.ErrorMessage))
 		}
 		return errors.New("the other end closed the session")
 	}
@@ -197,7 +205,7 @@ func (s *Session) watch(client bool) {
 			}
 			if stall.stalled(now, s.writing(), stats) {
 				s.log.Info("the path no longer carries large packets; starting again with smaller ones", "remote", s.Remote())
-				s.closeConn(ErrPathShrank.Error())
+				s.fail(errPathShrank)
 				return
 			}
 			if client && now.Sub(lastPing) >= keepAlive {
@@ -245,11 +253,20 @@ func (d *stallDetector) stalled(now time.Time, writing bool, stats quic.Connecti
 // datagramSpace returns the largest packet that now fits one HTTP Datagram.
 func (s *Session) datagramSpace() int {
 	// A payload that can never be sent is refused with the size that can be.
-	if tooLarge, ok := errors.AsType[*quic.DatagramTooLargeError](s.conn.SendDatagram(oversized[:])); ok {
-		return int(tooLarge.MaxDatagramPayloadSize) - s.datagramOverhead()
+	return largestDatagram(s.conn) - s.datagramOverhead()
+}
+
+// largestDatagram returns the payload that a QUIC datagram now carries.
+func largestDatagram(conn *quic.Conn) int {
+	if tooLarge, ok := errors.AsType[*quic.DatagramTooLargeError](conn.SendDatagram(oversized[:])); ok {
+		return int(tooLarge.MaxDatagramPayloadSize)
 	}
 	return 0
 }
+
+// minDatagram is what every IPv4 host takes (RFC 791, section 3.1), and a peer's
+// datagrams must hold.
+const minDatagram = 576 + 16
 
 // oversized is larger than any QUIC packet and never sent.
 var oversized [1 << 16]byte
@@ -264,12 +281,13 @@ func (s *Session) datagramOverhead() int {
 // onTooBig hears from the socket that the path carries IP packets of at most
 // mtu bytes, and ends the session if its packets are larger.
 func (s *Session) onTooBig(mtu int) {
-	if mtu == 0 {
+	fits := packetSize(s.Remote().Addr(), mtu)
+	if fits < minPacketSize { // not true of a path for QUIC (RFC 9000, section 14.2.1)
 		return
 	}
-	if packetSize(s.Remote().Addr(), mtu) < s.datagramSpace()+s.datagramOverhead()+quicOverhead {
+	if fits < s.datagramSpace()+s.datagramOverhead()+quicOverhead {
 		s.log.Info("the path's MTU shrank; starting again with smaller packets", "mtu", mtu)
-		s.closeConn(fmt.Sprintf("%v to %d", ErrPathShrank, mtu))
+		s.fail(fmt.Errorf("%w to %d", errPathShrank, mtu))
 	}
 }
 

@@ -144,15 +144,16 @@ func quicConfig(size int) *quic.Config {
 	return &quic.Config{
 		EnableDatagrams:                true,
 		InitialPacketSize:              uint16(size),
-		InitialStreamReceiveWindow:     2 << 20,
-		MaxStreamReceiveWindow:         64 << 20,
-		InitialConnectionReceiveWindow: 4 << 20,
-		MaxConnectionReceiveWindow:     128 << 20,
-		MaxIncomingUniStreams:          3 + maxQueues,
+		InitialStreamReceiveWindow:     512 << 10,
+		MaxStreamReceiveWindow:         16 << 20,
+		InitialConnectionReceiveWindow: 1 << 20,
+		MaxConnectionReceiveWindow:     32 << 20,
+		MaxIncomingUniStreams:          3 + maxStreams, // HTTP/3 has three
 		MaxIncomingStreams:             16,
 		MaxIdleTimeout:                 idleTimeout,
 	}
 }
 
-// maxQueues bounds the super-packet streams that a peer may open.
-const maxQueues = 256
+// maxStreams bounds the streams for super-packets: each can make its receiver
+// hold a buffer.
+const maxStreams = 16
