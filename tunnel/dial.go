@@ -55,23 +55,33 @@ type Dialer struct {
 // packets are tried beside it.
 const fallbackDelay = time.Second
 
-// Dial opens a session and returns it with its grant. A handshake that gets no
-// answer is tried beside with smaller packets, for paths that drop large ones
-// silently.
+// Dial opens a session and returns it with its grant.
 func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, error) {
-	attempts, cancel := context.WithCancel(ctx)
-	type result struct {
-		s   *Session
-		err error
+	a, err := d.handshake(ctx, gateway)
+	if err != nil {
+		return nil, err
 	}
-	results := make(chan result)
+	s, err := d.connectIP(ctx, a.conn, a.release)
+	if err != nil {
+		a.close()
+		return nil, err
+	}
+	a.session.set(s)
+	return s, nil
+}
+
+// handshake connects. A handshake that gets no answer is tried beside with
+// smaller packets, for paths that drop large ones silently; one that does get an
+// answer with smaller packets is tried once more with large ones, because the
+// gateway may have been away before.
+func (d *Dialer) handshake(ctx context.Context, gateway netip.AddrPort) (*attempt, error) {
+	attempts, cancel := context.WithCancel(ctx)
+	results := make(chan *attempt)
 	pending := 0
 	defer func() {
 		cancel()
 		for range pending {
-			if r := <-results; r.s != nil {
-				r.s.Close("another attempt was quicker")
-			}
+			(<-results).close()
 		}
 	}()
 	smaller := make(chan int, 1) // the path's MTU, when the socket learns it
@@ -79,37 +89,37 @@ func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, er
 	try := func(next int) {
 		size = next
 		pending++
-		go func() {
-			s, err := d.dial(attempts, gateway, next, smaller)
-			results <- result{s, err}
-		}()
+		go func() { results <- d.attempt(attempts, gateway, next, smaller) }()
 	}
-	try(d.startSize(gateway.Addr()))
+	first := d.startSize(gateway.Addr())
+	try(first)
 	fallback := time.NewTicker(fallbackDelay)
 	defer fallback.Stop()
 	for {
 		select {
 		case <-ctx.Done():
-			r := <-results // which end with ctx, and know why nobody answered
+			a := <-results // which end with ctx, and know why nobody answered
 			pending--
-			return r.s, r.err
-		case r := <-results:
+			return a, a.err
+		case a := <-results:
 			pending--
-			tooBig := errors.Is(r.err, unix.EMSGSIZE) // for the first device on the way
-			if r.err == nil || !tooBig && !isTimeout(r.err) {
-				return r.s, r.err
+			tooBig := errors.Is(a.err, unix.EMSGSIZE) // for the first device on the way
+			switch next := nextSize(size); {
+			case a.err == nil && a.size < first:
+				try(first)
+				return d.larger(a, results, &pending), nil
+			case a.err == nil || !tooBig && !isTimeout(a.err):
+				return a, a.err
+			case pending > 0:
+			case tooBig && next != 0:
+				try(next)
+			default:
+				return nil, a.err
 			}
-			if pending > 0 {
-				continue
-			}
-			next := nextSize(size)
-			if !tooBig || next == 0 {
-				return nil, r.err
-			}
-			try(next)
 		case mtu := <-smaller:
 			d.learn(gateway.Addr(), mtu)
 			if fits := packetSize(gateway.Addr(), mtu); fits < size && fits >= minPacketSize {
+				first = fits // larger ones are known not to pass
 				try(fits)
 			}
 		case <-fallback.C:
@@ -118,6 +128,27 @@ func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, er
 			}
 		}
 	}
+}
+
+// larger waits for an attempt with larger packets than a's for as long as a path
+// that carries them needs, and returns the better one.
+func (d *Dialer) larger(a *attempt, results <-chan *attempt, pending *int) *attempt {
+	enough := time.NewTimer(3*a.conn.ConnectionStats().SmoothedRTT + 50*time.Millisecond)
+	defer enough.Stop()
+	for *pending > 0 {
+		select {
+		case b := <-results:
+			*pending--
+			if b.err == nil && b.size > a.size {
+				a.close()
+				return b
+			}
+			b.close()
+		case <-enough.C:
+			return a
+		}
+	}
+	return a
 }
 
 // startSize is the first packet size for a path: what it was seen to carry.
@@ -155,17 +186,36 @@ func isTimeout(err error) bool {
 	return errors.As(err, &t) && t.Timeout()
 }
 
-// dial makes one attempt with packets of one size on a socket of its own.
-func (d *Dialer) dial(ctx context.Context, gateway netip.AddrPort, size int, smaller chan<- int) (_ *Session, err error) {
+// An attempt is a handshake with packets of one size on a socket of its own.
+type attempt struct {
+	size    int
+	conn    *quic.Conn
+	err     error
+	release func() // closes the socket
+	session liveSession
+}
+
+// close ends a connection that is not used.
+func (a *attempt) close() {
+	if a.conn != nil {
+		a.conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "")
+		a.release()
+	}
+}
+
+func (d *Dialer) attempt(ctx context.Context, gateway netip.AddrPort, size int, smaller chan<- int) *attempt {
+	a := &attempt{size: size}
+	log := orDiscard(d.Log)
+	defer func() { log.Debug("handshake", "gateway", gateway, "packet_size", size, "error", a.err) }()
 	now := d.Now
 	if now == nil {
 		now = time.Now
 	}
 	tlsConf, err := clientTLS(d.Key, d.Pin, now)
 	if err != nil {
-		return nil, err
+		a.err = err
+		return a
 	}
-	var live liveSession
 	sock, err := listenUDP(socketConfig{
 		Listen: netip.AddrPortFrom(unspecified(gateway.Addr()), 0),
 		Mark:   d.Mark, DisableGRO: d.DisableOffload, DisableGSO: d.DisableOffload,
@@ -177,40 +227,31 @@ func (d *Dialer) dial(ctx context.Context, gateway netip.AddrPort, size int, sma
 			case smaller <- mtu:
 			default:
 			}
-			if s := live.get(); s != nil {
+			if s := a.session.get(); s != nil {
 				d.learn(gateway.Addr(), mtu)
 				go s.onTooBig(mtu)
 			}
 		},
 	})
 	if err != nil {
-		return nil, err
+		a.err = err
+		return a
 	}
-	d.warn.Do(func() { warnOfBuffers(sock, orDiscard(d.Log)) })
+	d.warn.Do(func() { warnOfBuffers(sock, log) })
 	transport := &quic.Transport{Conn: sock}
-	release := func() {
+	a.release = func() {
 		transport.Close()
 		sock.Close()
 	}
-	defer func() {
-		if err != nil {
-			release()
-		}
-	}()
-	conn, err := transport.Dial(ctx, net.UDPAddrFromAddrPort(gateway), tlsConf, quicConfig(size))
+	a.conn, err = transport.Dial(ctx, net.UDPAddrFromAddrPort(gateway), tlsConf, quicConfig(size))
 	if err != nil {
+		a.release()
+		a.err = fmt.Errorf("connect to gateway %v: %w", gateway, handshakeError(err))
 		if last := sock.Stats().LastError; last != nil && isTimeout(err) {
-			return nil, fmt.Errorf("connect to gateway %v: %w (packets were lost: %w)", gateway, err, last)
+			a.err = fmt.Errorf("%w (packets were lost: %w)", a.err, last)
 		}
-		return nil, fmt.Errorf("connect to gateway %v: %w", gateway, handshakeError(err))
 	}
-	s, err := d.connectIP(ctx, conn, release)
-	if err != nil {
-		conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "")
-		return nil, err
-	}
-	live.set(s)
-	return s, nil
+	return a
 }
 
 // handshakeError looks for the reason that the certificate check gave.

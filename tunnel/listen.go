@@ -69,6 +69,7 @@ type Server struct {
 	listener  *quic.Listener
 	sizes     initialSizes
 	strangers strangers
+	refusals  *rate.Limiter // of what is logged
 
 	mu       sync.Mutex
 	sessions map[*Session]struct{} // that the socket's news may be for
@@ -100,7 +101,7 @@ func Listen(cfg ServerConfig) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Server{cfg: cfg, sessions: make(map[*Session]struct{})}
+	s := &Server{cfg: cfg, sessions: make(map[*Session]struct{}), refusals: rate.NewLimiter(1, 10)}
 	s.sock, err = listenUDP(socketConfig{
 		Listen: cfg.Listen, OnTooBig: s.onTooBig, DisableGRO: cfg.DisableOffload, DisableGSO: cfg.DisableOffload,
 	})
@@ -227,6 +228,9 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			h.server.cfg.Log.Error("a join failed", "remote", addrPort(h.conn.RemoteAddr()), "err", err)
 			refused = &RefusedError{Status: http.StatusInternalServerError, Code: "internal",
 				Text: "the gateway failed to answer; its log says why"}
+		}
+		if h.server.refusals.Allow() {
+			h.server.cfg.Log.Info("a join was refused", "why", refused.Code, "key", peerFingerprint(h.conn), "from", addrPort(h.conn.RemoteAddr()))
 		}
 		refuse(w, refused)
 	}
