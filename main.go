@@ -147,8 +147,8 @@ func initCommand() *cli.Command {
 		Flags: []cli.Flag{
 			stateDir(&o.Dir, gatewayDir, "`DIR` for the identity, tokens and addresses"),
 			flag("address", settings.Var(&o.Address, "", dialAddress), "`HOST:PORT` at which clients reach the gateway (UDP); required"),
-			flag("pool", settings.Var(&o.Pool4, "10.91.0.0/16", settings.Prefix), "IPv4 `PREFIX` of the clients' addresses"),
-			flag("pool6", settings.Var(&o.Pool6, "a random fdxx:xxxx:xxxx::/64", settings.Prefix), "IPv6 `PREFIX` of the clients' addresses"),
+			flag("pool", settings.Var(&o.Pool4, "10.91.0.0/16", settings.PrefixOf(4, 8, 30)), "IPv4 `PREFIX` of the clients' addresses"),
+			flag("pool6", settings.Var(&o.Pool6, "a random fdxx:xxxx:xxxx::/64", settings.PrefixOf(6, 16, 126)), "IPv6 `PREFIX` of the clients' addresses"),
 		},
 		Action: func(c *cli.Context) error {
 			if o.Address == "" {
@@ -181,8 +181,8 @@ func gatewayCommand(logs *logging) *cli.Command {
 			stateDir(&cfg.StateDir, gatewayDir, "`DIR` that \"gateway init\" filled"),
 			flag("listen", settings.Var(&cfg.Listen, "port of --address", settings.ListenAddr), "UDP `IP:PORT` to listen on"),
 			flag("interface", settings.Var(&cfg.Interface, "quicvpn-gw", settings.Interface), "`NAME` of the TUN device"),
-			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int), "`NUMBER` of queues of the TUN device, 1 to 256"),
-			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int), "largest packet in `BYTES`, 1280 to 1500"),
+			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int(1, 256)), "`NUMBER` of queues of the TUN device, 1 to 256"),
+			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int(1280, 1500)), "largest packet in `BYTES`, 1280 to 1500"),
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 		}, logs.flags()...),
 		Action: func(c *cli.Context) error {
@@ -209,8 +209,8 @@ func sidecarCommand(logs *logging) *cli.Command {
 			flag("token", settings.Var(&cfg.Token, "", token.Parse), "the join `TOKEN` itself; anyone can see it in ps"),
 			stateDir(&cfg.StateDir, sidecarDir, "`DIR` for the client's key"),
 			flag("interface", settings.Var(&cfg.Interface, "quicvpn0", settings.Interface), "`NAME` of the TUN device"),
-			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int), "`NUMBER` of queues of the TUN device, 1 to 256"),
-			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int), "largest packet in `BYTES`, 1280 to 1500"),
+			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int(1, 256)), "`NUMBER` of queues of the TUN device, 1 to 256"),
+			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int(1280, 1500)), "largest packet in `BYTES`, 1280 to 1500"),
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 			flag("kill-switch", settings.Var(&cfg.KillSwitch, cfg.KillSwitch.String(), killSwitch), "`WHEN` rules block what would leave beside the tunnel: on (until a graceful stop), keep (after it too) or off"),
 		}, logs.flags()...),

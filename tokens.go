@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
 	"net/netip"
 	"strconv"
 	"strings"
@@ -37,7 +38,7 @@ func createCommand() *cli.Command {
 			flag("network", settings.Var(&o.Network, gateway.DefaultNetwork, settings.String), "`NETWORK` of its clients, who reach each other and no other network"),
 			flag("allow", settings.Append(&o.Allow, settings.Prefix), "the `PREFIX` that its clients may reach, and nothing else; may be repeated"),
 			flag("expires", settings.Var(&o.Expires, "never", settings.Duration), "`TIME` for which it enrols clients, such as 24h"),
-			flag("uses", settings.Var(&o.Uses, "no limit", settings.Int), "`NUMBER` of clients that it enrols"),
+			flag("uses", settings.Var(&o.Uses, "no limit", settings.Int(1, math.MaxInt32)), "`NUMBER` of clients that it enrols"),
 		},
 		Action: func(c *cli.Context) error {
 			t, err := gateway.CreateToken(dir, o, time.Now())

@@ -69,21 +69,24 @@ func String(s string) (string, error) {
 	return s, nil
 }
 
-// Interface parses the name of a network device as Linux takes it.
+// Interface parses a name for a TUN device, as Linux and nftables take it.
 func Interface(s string) (string, error) {
-	if s == "" || len(s) > 15 || s == "." || s == ".." || strings.ContainsAny(s, "/:% \t\r\n\x00") {
-		return "", errors.New("not a device name: 1 to 15 characters without /, :, % and spaces")
+	if s == "" || len(s) > 15 || s == "." || s == ".." || s == "lo" || strings.ContainsAny(s, "/:%\"\\ \t\r\n\v\f\x00") {
+		return "", errors.New("not a name for a TUN device: take 1 to 15 letters, digits, dots or dashes")
 	}
 	return s, nil
 }
 
-// Int parses a whole number.
-func Int(s string) (int, error) {
-	n, err := strconv.Atoi(s)
-	if err != nil {
-		return 0, errors.New("not a whole number")
+// Int returns a parser for a whole number within bounds. 0 passes too: it stands
+// for the default.
+func Int(least, most int) func(string) (int, error) {
+	return func(s string) (int, error) {
+		n, err := strconv.Atoi(s)
+		if err != nil || n != 0 && (n < least || n > most) {
+			return 0, fmt.Errorf("must be a whole number from %d to %d, or 0 for the default", least, most)
+		}
+		return n, nil
 	}
-	return n, nil
 }
 
 // Duration parses a time span that is not negative.
@@ -117,6 +120,18 @@ func Prefix(s string) (netip.Prefix, error) {
 		return netip.Prefix{}, errors.New("the address has bits beyond the prefix length: write the first address of the prefix")
 	}
 	return p, nil
+}
+
+// PrefixOf returns a parser for a prefix of IP version 4 or 6 whose length is
+// within bounds.
+func PrefixOf(version, shortest, longest int) func(string) (netip.Prefix, error) {
+	return func(s string) (netip.Prefix, error) {
+		p, err := Prefix(s)
+		if err == nil && (p.Addr().Is4() != (version == 4) || p.Bits() < shortest || p.Bits() > longest) {
+			err = fmt.Errorf("must be an IPv%d prefix from /%d to /%d", version, shortest, longest)
+		}
+		return p, err
+	}
 }
 
 // ListenAddr parses an IP address and a UDP port to listen on; without the

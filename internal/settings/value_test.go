@@ -25,14 +25,22 @@ func TestParsers(t *testing.T) {
 	}{
 		{"String", anyOf(String), map[string]any{"a b": "a b"}, []string{"", "a\nb", "a\x00"}},
 		{"Interface", anyOf(Interface), map[string]any{"quicvpn0": "quicvpn0", "123456789012345": "123456789012345"},
-			[]string{"", "1234567890123456", "a/b", "a b", "..", "tun%d", "a:1"}},
-		{"Int", anyOf(Int), map[string]any{"1280": 1280, "-1": -1}, []string{"", "1.5", "1280x", "99999999999999999999"}},
+			[]string{"", "1234567890123456", "a/b", "a b", "..", "tun%d", "a:1", "a\"b", "a\\b", "lo"}},
+		{"Int", anyOf(Int(1280, 1500)), map[string]any{"1280": 1280, "1500": 1500, "0": 0},
+			[]string{"", "1279", "1501", "-1280", "1280.5", "1280x", "99999999999999999999"}},
 		{"Duration", anyOf(Duration), map[string]any{"24h": 24 * time.Hour, "0": time.Duration(0)}, []string{"", "24", "1d", "-1h"}},
 		{"OneOf", anyOf(OneOf("on", "off")), map[string]any{"on": "on", "off": "off"}, []string{"", "ON", "onoff"}},
 		{"Prefix", anyOf(Prefix), map[string]any{
 			"10.0.0.0/8":    netip.MustParsePrefix("10.0.0.0/8"),
 			"2001:db8::/32": netip.MustParsePrefix("2001:db8::/32"),
 		}, []string{"", "10.0.0.0", "10.0.0.1/8", "10.0.0.0/33", "fe80::%eth0/64"}},
+		{"PrefixOf(4)", anyOf(PrefixOf(4, 8, 30)), map[string]any{
+			"10.0.0.0/8":   netip.MustParsePrefix("10.0.0.0/8"),
+			"10.91.0.4/30": netip.MustParsePrefix("10.91.0.4/30"),
+		}, []string{"", "10.0.0.0/7", "10.91.0.0/31", "2001:db8::/30", "10.0.0.1/8"}},
+		{"PrefixOf(6)", anyOf(PrefixOf(6, 16, 126)), map[string]any{
+			"fd00::/16": netip.MustParsePrefix("fd00::/16"), "fd00::4/126": netip.MustParsePrefix("fd00::4/126"),
+		}, []string{"fc00::/15", "fd00::/127", "10.0.0.0/16"}},
 		{"ListenAddr", anyOf(ListenAddr), map[string]any{
 			":443":        netip.MustParseAddrPort("[::]:443"),
 			"0.0.0.0:443": netip.MustParseAddrPort("0.0.0.0:443"),
@@ -60,7 +68,7 @@ func TestParsers(t *testing.T) {
 
 func TestVar(t *testing.T) {
 	n := 7
-	v := Var(&n, "by CPUs", Int)
+	v := Var(&n, "by CPUs", Int(1, 9))
 	if v.String() != "by CPUs" {
 		t.Errorf("String() = %q before Set", v.String())
 	}
@@ -74,7 +82,7 @@ func TestVar(t *testing.T) {
 
 func TestAppend(t *testing.T) {
 	var list []int
-	v := Append(&list, Int)
+	v := Append(&list, Int(1, 9))
 	for _, s := range []string{"1", "2, 3"} {
 		if err := v.Set(s); err != nil {
 			t.Fatal(err)
