@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -21,6 +22,9 @@ const (
 	silence = 1500 * time.Millisecond
 	// glance is how often a session is looked at.
 	glance = 250 * time.Millisecond
+	// settled is how long a session lives that shows that nothing is wrong with
+	// connecting: after it the next attempt starts at once.
+	settled = 10 * time.Second
 )
 
 // A connector keeps a session to the gateway: it opens one, watches it, and
@@ -53,6 +57,13 @@ type connector struct {
 
 	losers sync.WaitGroup // what is left behind and ends by itself
 
+	// What follows outlives a session that did not settle, so that one that ends
+	// at once is not opened again at once. It belongs to connect while that runs.
+	back    backoff
+	started time.Time // the latest round
+	due     time.Time // the earliest next round
+	said    repeated
+
 	mu       sync.Mutex    // guards what follows
 	known    []netip.Addr  // the gateway's addresses as last resolved
 	best     netip.Addr    // the one that answered last
@@ -63,6 +74,7 @@ type connector struct {
 // A running session is one that is received from.
 type running struct {
 	session
+	since time.Time
 	ended chan struct{} // closed after why is set
 	why   error
 }
@@ -82,7 +94,7 @@ func (c *connector) run(ctx context.Context) {
 
 // start puts a session in use.
 func (c *connector) start(s session) *running {
-	r := &running{session: s, ended: make(chan struct{})}
+	r := &running{session: s, since: time.Now(), ended: make(chan struct{})}
 	c.mu.Lock()
 	c.remote = s.Remote()
 	c.mu.Unlock()
@@ -127,7 +139,11 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 		case <-ctx.Done():
 			return nil
 		case <-s.ended:
-			c.log.Warn("the session ended; connecting again", "why", whyEnded(s.why))
+			c.settle(s)
+			why := whyEnded(s.why)
+			if times, say := c.said.say(why, time.Now()); say {
+				c.log.Warn("the session ended; connecting again", "why", why, "times", times)
+			}
 			return nil
 		case <-s.MTUChanged():
 			c.resize(s.session)
@@ -136,12 +152,20 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 			if q.after(now, at, waiting) < max(silence, 4*s.RTT()) {
 				continue
 			}
+			c.settle(s)
 			c.log.Warn("the gateway does not answer; connecting beside the old session")
 			if next := c.replace(ctx, s, at); next != nil {
 				return next
 			}
 			q = quiet{}
 		}
+	}
+}
+
+// settle makes a fresh start after a session that lived long enough.
+func (c *connector) settle(s *running) {
+	if time.Since(s.since) >= settled {
+		c.back, c.due, c.said = backoff{}, time.Time{}, repeated{}
 	}
 }
 
@@ -224,39 +248,40 @@ func (c *connector) connect(ctx context.Context) session {
 			}
 		})
 	}
-	var back backoff
-	var said repeated
+	moved := func() {
+		c.back, c.due = backoff{}, c.started.Add(backoffFirst)
+	}
 	select {
 	case <-c.moved: // while there was a session
+		moved()
 	default:
 	}
-	for round := 0; ; round++ {
-		started := time.Now()
-		start(round)
-		pause := back.next(started)
-		next := time.NewTimer(max(pause, c.overdue()))
-		for due := false; !due; {
-			select {
-			case <-ctx.Done():
-				next.Stop()
-				return nil
-			case s := <-won:
-				next.Stop()
-				return s
-			case f := <-failed:
-				if times, say := said.say(f.err.Error(), time.Now()); say {
-					c.log.Warn("cannot connect; trying again for as long as it takes", "error", f.err, "times", times)
-				}
-				if f.round == round {
-					next.Reset(max(time.Until(started.Add(pause)), 0))
-				}
-			case <-c.moved:
-				// The network is another one now; but changes come in bursts.
-				back = backoff{}
-				next.Reset(max(time.Until(started.Add(backoffFirst)), 0))
-			case <-next.C:
-				due = true
+	next := time.NewTimer(time.Until(c.due))
+	defer next.Stop()
+	for round := 0; ; {
+		select {
+		case <-ctx.Done():
+			return nil
+		case s := <-won:
+			return s
+		case f := <-failed:
+			if times, say := c.said.say(f.err.Error(), time.Now()); say {
+				c.log.Warn("cannot connect; trying again for as long as it takes", "error", f.err, "times", times)
 			}
+			if f.round == round {
+				next.Reset(time.Until(c.due))
+			}
+		case <-c.moved:
+			// The network is another one now; but changes come in bursts.
+			moved()
+			next.Reset(time.Until(c.due))
+		case <-next.C:
+			round++
+			c.started = time.Now()
+			start(round)
+			pause := c.back.next(c.started)
+			c.due = c.started.Add(pause)
+			next.Reset(max(pause, c.overdue()))
 		}
 	}
 }
@@ -280,6 +305,9 @@ func whyEnded(err error) string {
 	}
 	if timedOut(err) {
 		return "nothing was heard of the gateway for too long"
+	}
+	if strings.Contains(err.Error(), "replaced by a newer session of the same client") {
+		return err.Error() + ": another machine uses a copy of this state directory, and each client needs one of its own"
 	}
 	return err.Error()
 }

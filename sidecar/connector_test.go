@@ -201,6 +201,69 @@ func TestEndedSessionIsReplacedAtOnce(t *testing.T) {
 	})
 }
 
+// TestSessionsThatEndAtOnce: a gateway that accepts and ends every session, and
+// one that accepts and says nothing, are not dialled without pause.
+func TestSessionsThatEndAtOnce(t *testing.T) {
+	why := errors.New("replaced by a newer session of the same client")
+	for name, tt := range map[string]struct {
+		end  func(*fakeSession)
+		want string
+	}{
+		"ended":  {func(s *fakeSession) { s.end(why) }, "copy of this state directory"},
+		"silent": {func(s *fakeSession) { s.set(func() { s.waiting = true }) }, "does not answer"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(literal)
+				w.set(func(_ context.Context, gateway netip.AddrPort) (session, error) {
+					s := newFakeSession(gateway)
+					tt.end(s)
+					return s, nil
+				})
+				w.run(t, func() {
+					time.Sleep(15 * time.Minute)
+					dials := w.take()
+					for i := range len(dials) - 1 {
+						pause, at := dials[i+1].At-dials[i].At, dials[i].At
+						low := min(backoffFirst<<min(i, 10), backoffSoon) / 2
+						if at > backoffPatience+time.Minute {
+							low = backoffLate / 2
+						}
+						if pause < low {
+							t.Errorf("pause %d, after %v, is %v: want %v or more", i, at, pause, low)
+						}
+					}
+					if len(dials) < 40 {
+						t.Errorf("%d dials in 15 minutes", len(dials))
+					}
+					// The network changed: now it may be different.
+					w.moved <- struct{}{}
+					time.Sleep(backoffFirst)
+					if n := len(w.take()); n != 1 {
+						t.Errorf("%d dials after the network changed, want 1", n)
+					}
+					// It is: the next end is one like any other.
+					w.set(accepting(0))
+					time.Sleep(time.Minute)
+					w.take()
+					s := w.sessions()
+					s[len(s)-1].end(why)
+					time.Sleep(time.Millisecond)
+					if n := len(w.take()); n != 1 {
+						t.Errorf("%d dials at the end of a session that lived, want 1", n)
+					}
+				})
+				if !strings.Contains(w.text(), tt.want) {
+					t.Errorf("the log lacks %q:\n%s", tt.want, w.text())
+				}
+				if n := strings.Count(w.text(), "the session ended"); n > 25 {
+					t.Errorf("the end is said %d times", n)
+				}
+			})
+		})
+	}
+}
+
 func TestSilentSessionIsReplacedBeside(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(literal)
