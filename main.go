@@ -52,7 +52,7 @@ func run(args []string, stdout, stderr io.Writer, sources settings.Sources) int 
 	// Joined errors stand one a line; a message is one line.
 	fmt.Fprintln(stderr, "quicvpn:", strings.ReplaceAll(err.Error(), "\n", "; "))
 	var usage *usageError
-	var help cli.ExitCoder // of the help command, about a topic it does not have
+	var help cli.ExitCoder // of package cli, about a topic after --help
 	if errors.As(err, &usage) || errors.As(err, &help) {
 		return exitUsage
 	}
@@ -69,7 +69,7 @@ func newApp(stdout, stderr io.Writer, sources settings.Sources) *cli.App {
 		Description: "Every flag --some-flag may also stand in QUICVPN_SOME_FLAG, in the file that\n" +
 			"QUICVPN_SOME_FLAG_FILE names, or in /run/secrets/quicvpn_some_flag. The first of\n" +
 			"these that is set wins; a flag on the command line wins over all.",
-		Flags: logs.flags(),
+		Flags: append(logs.flags(), versionFlag(), cli.HelpFlag),
 		Commands: []*cli.Command{
 			{
 				Name:        "gateway",
@@ -80,15 +80,17 @@ func newApp(stdout, stderr io.Writer, sources settings.Sources) *cli.App {
 			sidecarCommand(logs),
 			versionCommand(),
 		},
-		HideVersion:    true,
-		Writer:         stdout,
-		ErrWriter:      stderr,
-		ExitErrHandler: func(*cli.Context, error) {}, // run prints errors, once
-		OnUsageError:   flagError,
-		Before:         fill(sources),
-		Action:         missingCommand,
+		HideHelpCommand: true, // package cli's knows one level of commands
+		HideVersion:     true,
+		Writer:          stdout,
+		ErrWriter:       stderr,
+		ExitErrHandler:  func(*cli.Context, error) {}, // run prints errors, once
+		OnUsageError:    flagError,
+		Before:          chain(versionAlone, fill(sources)),
+		Action:          versionOrMissing,
 	}
 	finish(app.Commands, sources)
+	app.Commands = append(app.Commands, helpCommand())
 	return app
 }
 

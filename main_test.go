@@ -104,7 +104,12 @@ func TestBadUsage(t *testing.T) {
 		{args: "--log-level loud version", want: `--log-level: must be one of debug, info, warn, error; "quicvpn --help" lists the flags`},
 		{args: "version", env: []string{"QUICVPN_LOG_LEVEL=loud"}, want: `QUICVPN_LOG_LEVEL: must be one of debug, info, warn, error`},
 		{args: "version now", want: `unexpected argument "now"; "quicvpn version --help" shows how it is used`},
-		{args: "help nothing", want: `No help topic for 'nothing'`},
+		{args: "help nothing", want: `"quicvpn" has no command "nothing": it has gateway, token, sidecar, version, help`},
+		{args: "help token nothing", want: `"quicvpn token" has no command "nothing": it has create, list, revoke`},
+		{args: "help sidecar up", want: `unexpected argument "up"; "quicvpn sidecar --help" shows how it is used`},
+		{args: "help --all", want: `unknown flag --all; "quicvpn help --help" lists the flags`},
+		{args: "--version=maybe", want: `--version: must be true or false; "quicvpn --help" lists the flags`},
+		{args: "--version sidecar", want: `unexpected argument "sidecar" after --version`},
 
 		{args: "gateway", want: `"quicvpn gateway" needs a command: init, run; "quicvpn gateway --help" explains them`},
 		{args: "gateway start", want: `"quicvpn gateway" has no command "start": it has init, run`},
@@ -169,10 +174,25 @@ func TestBadUsage(t *testing.T) {
 
 func TestHelp(t *testing.T) {
 	for _, args := range []string{"--help", "-h", "help", "gateway --help", "gateway init --help", "gateway run -h",
-		"token create --help", "token list --help", "token revoke --help", "sidecar --help", "version --help"} {
+		"token create --help", "token list --help", "token revoke --help", "sidecar --help", "version --help", "help --help"} {
 		got := quicvpn(t, nil, strings.Fields(args)...)
 		if got.code != exitOK || got.stderr != "" || !strings.Contains(got.stdout, "USAGE:") {
 			t.Errorf("%s: %+v", args, got)
+		}
+	}
+}
+
+// TestHelpCommand compares "help COMMAND" with "COMMAND --help".
+func TestHelpCommand(t *testing.T) {
+	commands := []string{"", "gateway", "token", "help"}
+	for name := range leaves("", testApp().Commands) {
+		commands = append(commands, name)
+	}
+	for _, name := range commands {
+		args := strings.Fields(name)
+		got := quicvpn(t, nil, append([]string{"help"}, args...)...)
+		if want := quicvpn(t, nil, append(args, "--help")...); got != want || !strings.Contains(got.stdout, "USAGE:") {
+			t.Errorf("help %s: got\n%+v\nwant\n%+v", name, got, want)
 		}
 	}
 }
@@ -186,6 +206,10 @@ func TestVersion(t *testing.T) {
 		if !strings.Contains(got.stdout, want) {
 			t.Errorf("%q is not in %q", want, got.stdout)
 		}
+	}
+	// Deployments have variables of that name for the version of an image.
+	if flag := quicvpn(t, []string{"QUICVPN_VERSION=v1.2.3"}, "--version"); flag != got {
+		t.Errorf("--version: got %+v, want %+v", flag, got)
 	}
 }
 

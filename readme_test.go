@@ -38,10 +38,14 @@ func parses(args []string) (command string, err error) {
 	app := testApp()
 	for name, c := range leaves("", app.Commands) {
 		c.Before = nil // it would read files
-		c.Action = exactArgs(func(*cli.Context) error {
+		action := exactArgs(func(*cli.Context) error { return nil }, c.ArgsUsage)
+		if name == "help" { // takes the name of any command, and only prints
+			action = c.Action
+		}
+		c.Action = func(c *cli.Context) error {
 			command = name
-			return nil
-		}, c.ArgsUsage)
+			return action(c)
+		}
 	}
 	return command, app.Run(args)
 }
@@ -136,6 +140,9 @@ func TestCommandLines(t *testing.T) {
 	}
 }
 
+// beforeCommands heads the part of the table about the flags of quicvpn itself.
+const beforeCommands = "before the command, and on `gateway run` and `sidecar`"
+
 // TestConfigurationTable compares the README's table with the flags.
 func TestConfigurationTable(t *testing.T) {
 	text, err := os.ReadFile("README.md")
@@ -160,10 +167,10 @@ func TestConfigurationTable(t *testing.T) {
 	}
 
 	app := testApp()
-	flags := map[string][]string{"every command": rowsOf(app.Flags)}
+	flags := map[string][]string{beforeCommands: rowsOf(app.Flags)}
 	for name, c := range leaves("", app.Commands) {
 		rows := slices.DeleteFunc(rowsOf(c.Flags), func(row string) bool {
-			return slices.Contains(flags["every command"], row)
+			return slices.Contains(flags[beforeCommands], row)
 		})
 		if len(rows) > 0 {
 			flags[name] = rows
@@ -187,6 +194,9 @@ func TestConfigurationTable(t *testing.T) {
 func rowsOf(flags []cli.Flag) (rows []string) {
 	for _, f := range flags {
 		name := f.Names()[0]
+		if name == "help" || name == "version" {
+			continue // no settings
+		}
 		def := f.(cli.DocGenerationFlag).GetDefaultText()
 		switch {
 		case name == "address":

@@ -82,15 +82,49 @@ func flagError(c *cli.Context, err error, _ bool) error {
 // missingCommand is the action of what only groups commands.
 func missingCommand(c *cli.Context) error {
 	name := c.Command.HelpName
-	var names []string
-	for _, sub := range c.Command.Subcommands {
-		names = append(names, sub.Name)
-	}
-	known := strings.Join(names, ", ")
 	if !c.Args().Present() {
-		return usagef("%q needs a command: %s; %q explains them", name, known, name+" --help")
+		return usagef("%q needs a command: %s; %q explains them", name, namesOf(c.Command.Subcommands), name+" --help")
 	}
-	return usagef("%q has no command %q: it has %s", name, c.Args().First(), known)
+	return noCommand(name, c.Args().First(), c.Command.Subcommands)
+}
+
+func noCommand(group, name string, commands []*cli.Command) error {
+	if len(commands) == 0 {
+		return usagef("unexpected argument %q; %q shows how it is used", name, group+" --help")
+	}
+	return usagef("%q has no command %q: it has %s", group, name, namesOf(commands))
+}
+
+func namesOf(commands []*cli.Command) string {
+	var names []string
+	for _, c := range commands {
+		names = append(names, c.Name)
+	}
+	return strings.Join(names, ", ")
+}
+
+// helpCommand returns the command that turns "help token create" into "token
+// create --help".
+func helpCommand() *cli.Command {
+	return &cli.Command{
+		Name:            "help",
+		Aliases:         []string{"h"},
+		Usage:           "explain a command",
+		ArgsUsage:       "[COMMAND...]",
+		HideHelpCommand: true,
+		OnUsageError:    flagError,
+		Action: func(c *cli.Context) error {
+			line, commands := []string{c.App.Name}, c.App.Commands
+			for _, name := range c.Args().Slice() {
+				i := slices.IndexFunc(commands, func(sub *cli.Command) bool { return sub.HasName(name) })
+				if i < 0 {
+					return noCommand(strings.Join(line, " "), name, commands)
+				}
+				line, commands = append(line, name), commands[i].Subcommands
+			}
+			return c.App.Run(append(line, "--help"))
+		},
+	}
 }
 
 // exactArgs has an action refuse any but the arguments that its usage names:

@@ -13,14 +13,37 @@ func versionCommand() *cli.Command {
 	return &cli.Command{
 		Name:  "version",
 		Usage: "print the versions of quicvpn, Go and quic-go",
-		Action: func(c *cli.Context) error {
-			info, ok := debug.ReadBuildInfo()
-			if !ok {
-				info = new(debug.BuildInfo) // a build without modules
-			}
-			return printVersion(c.App.Writer, info)
-		},
+		Action: showVersion,
 	}
+}
+
+// versionFlag returns the flag that stands for the command.
+func versionFlag() cli.Flag {
+	return &cli.BoolFlag{Name: "version", DisableDefaultText: true, Usage: "print the versions, as the command does"}
+}
+
+// versionAlone refuses the flag before a command, which it would not change.
+func versionAlone(c *cli.Context) error {
+	if c.Bool("version") && c.Args().Present() {
+		return usagef("unexpected argument %q after --version", c.Args().First())
+	}
+	return nil
+}
+
+// versionOrMissing is the action where no command is named.
+func versionOrMissing(c *cli.Context) error {
+	if c.Bool("version") {
+		return showVersion(c)
+	}
+	return missingCommand(c)
+}
+
+func showVersion(c *cli.Context) error {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		info = new(debug.BuildInfo) // a build without modules
+	}
+	return printVersion(c.App.Writer, info)
 }
 
 // printVersion prints one fact a line, the name first.

@@ -54,14 +54,14 @@ func EnvName(flag string) string {
 // A flag --some-flag-file beside a flag --some-flag is the command line's form
 // of the third source and has no variable of its own.
 //
-// A flag that a parent command has too is filled there. No error contains a
-// value.
+// A flag that a parent command has too is filled there. The flags help and
+// version are questions and no settings. No error contains a value.
 func (s Sources) Fill(c *cli.Context) error {
 	own := names(c.Command.Flags)
 	for _, f := range c.Command.Flags {
 		name := f.Names()[0]
 		base, isFile := strings.CutSuffix(name, "-file")
-		if name == "help" || isFile && own[base] || hasParent(c, name) {
+		if name == "help" || name == "version" || isFile && own[base] || hasParent(c, name) {
 			continue
 		}
 		where, value, err := s.find(c, name, own[name+"-file"])
