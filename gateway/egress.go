@@ -34,10 +34,11 @@ type egress struct {
 	cfg   egressConfig
 	ns    *netNS
 	dev   *tun.Device
+	index int // of the device
 	fw    *firewall
 	ctl   *sysctls
 	made  []string          // tables that this run, or one before, has made
-	watch *nl.NetlinkSocket // tells of changed addresses and routes
+	watch *nl.NetlinkSocket // tells of changes of the device, addresses and routes
 
 	// ipv6 says whether IPv6 leaves, too. The kernel may be without, or the
 	// operator may have turned it off.
@@ -90,6 +91,7 @@ func (e *egress) prepare() (err error) {
 	if err != nil {
 		return err
 	}
+	e.index = link.Attrs().Index
 	e.setUpIPv6()
 	if e.watch, err = subscribe(); err != nil {
 		return err
@@ -103,7 +105,7 @@ func (e *egress) prepare() (err error) {
 			return fmt.Errorf("remove the firewall of an earlier run: %w", err)
 		}
 	}
-	if err := setUpLink(link, e.cfg, e.ipv6); err != nil {
+	if _, err := setUpLink(e.cfg, e.ipv6); err != nil {
 		return err
 	}
 	return e.warnBlockers()

@@ -61,43 +61,104 @@ func keepForwarding(iface string, force bool) error {
 	})
 }
 
-// setUpLink gives the TUN device its addresses and the routes to the pools.
-func setUpLink(link netlink.Link, cfg egressConfig, ipv6 bool) error {
+// setUpLink gives the TUN device what it lacks: its addresses, being up, and the
+// routes to the pools. It returns what it did and touches nothing else, so that
+// the kernel then tells of no change.
+func setUpLink(cfg egressConfig, ipv6 bool) (did []string, err error) {
+	link, err := findLink(cfg.iface)
+	if err != nil {
+		return nil, err
+	}
 	pools := []netip.Prefix{cfg.pool4}
 	if ipv6 && cfg.pool6.IsValid() {
 		pools = append(pools, cfg.pool6)
 		// No link-local address: nobody is on this link.
-		if err := netlink.LinkSetIP6AddrGenMode(link, addrGenNone); err != nil {
-			return fmt.Errorf("set up interface %s: no link-local address: %w", cfg.iface, err)
+		if !sysctlIs("net/ipv6/conf/"+cfg.iface+"/addr_gen_mode", addrGenNone) {
+			if err := netlink.LinkSetIP6AddrGenMode(link, inet6AddrGenNone); err != nil {
+				return nil, fmt.Errorf("set up interface %s: no link-local address: %w", cfg.iface, err)
+			}
 		}
 	}
 	for _, pool := range pools {
-		ip := firstHost(pool)
-		addr := &netlink.Addr{IPNet: ipNet(netip.PrefixFrom(ip, ip.BitLen()))}
-		if ip.Is6() {
-			addr.Flags = unix.IFA_F_NODAD
+		added, err := setAddr(link, firstHost(pool))
+		if err != nil {
+			return did, err
 		}
-		if err := netlink.AddrAdd(link, addr); err != nil {
-			return fmt.Errorf("add address %s to interface %s: %w", ip, cfg.iface, err)
+		if added {
+			did = append(did, "address "+firstHost(pool).String())
 		}
 	}
-	if err := netlink.LinkSetUp(link); err != nil {
-		return fmt.Errorf("set interface %s up: %w", cfg.iface, err)
+	if link.Attrs().Flags&net.FlagUp == 0 {
+		if err := netlink.LinkSetUp(link); err != nil {
+			return did, fmt.Errorf("set interface %s up: %w", cfg.iface, err)
+		}
+		did = append(did, "up")
 	}
 	for _, pool := range pools {
-		route := &netlink.Route{LinkIndex: link.Attrs().Index, Dst: ipNet(pool.Masked()), Src: firstHost(pool).AsSlice()}
-		if pool.Addr().Is4() {
-			route.Scope = netlink.SCOPE_LINK
+		added, err := setRoute(link, pool.Masked())
+		if err != nil {
+			return did, err
 		}
-		if err := netlink.RouteAdd(route); err != nil {
-			return fmt.Errorf("route %s to interface %s: %w", pool, cfg.iface, err)
+		if added {
+			did = append(did, "route "+pool.Masked().String())
 		}
 	}
-	return nil
+	return did, nil
 }
 
-// addrGenNone is IN6_ADDR_GEN_MODE_NONE.
-const addrGenNone = 1
+// setAddr gives a device an address, unless it has it.
+func setAddr(link netlink.Link, ip netip.Addr) (added bool, err error) {
+	want := netip.PrefixFrom(ip, ip.BitLen())
+	has, err := listDump(func() ([]netlink.Addr, error) { return netlink.AddrList(link, familyOf(ip)) })
+	if err != nil {
+		return false, fmt.Errorf("list the addresses of interface %s: %w", link.Attrs().Name, err)
+	}
+	if slices.ContainsFunc(has, func(a netlink.Addr) bool { p, _ := prefixOf(a.IPNet); return p == want }) {
+		return false, nil
+	}
+	addr := &netlink.Addr{IPNet: ipNet(want)}
+	if ip.Is6() {
+		addr.Flags = unix.IFA_F_NODAD
+	}
+	if err := netlink.AddrReplace(link, addr); err != nil {
+		return false, fmt.Errorf("add address %s to interface %s: %w", ip, link.Attrs().Name, err)
+	}
+	return true, nil
+}
+
+// setRoute leads a pool to a device, unless it does so already.
+func setRoute(link netlink.Link, pool netip.Prefix) (added bool, err error) {
+	want := &netlink.Route{LinkIndex: link.Attrs().Index, Dst: ipNet(pool), Src: firstHost(pool).AsSlice()}
+	if pool.Addr().Is4() {
+		want.Scope = netlink.SCOPE_LINK
+	}
+	has, err := listDump(func() ([]netlink.Route, error) {
+		return netlink.RouteListFiltered(familyOf(pool.Addr()), want, netlink.RT_FILTER_OIF|netlink.RT_FILTER_DST|netlink.RT_FILTER_SRC)
+	})
+	if err != nil {
+		return false, fmt.Errorf("list the routes to interface %s: %w", link.Attrs().Name, err)
+	}
+	if len(has) > 0 {
+		return false, nil
+	}
+	if err := netlink.RouteReplace(want); err != nil {
+		return false, fmt.Errorf("route %s to interface %s: %w", pool, link.Attrs().Name, err)
+	}
+	return true, nil
+}
+
+func familyOf(ip netip.Addr) int {
+	if ip.Is4() {
+		return netlink.FAMILY_V4
+	}
+	return netlink.FAMILY_V6
+}
+
+// inet6AddrGenNone is IN6_ADDR_GEN_MODE_NONE, and addrGenNone its sysctl's text.
+const (
+	inet6AddrGenNone = 1
+	addrGenNone      = "1"
+)
 
 // Numbers of the settings in net.ipv4.conf (linux/ip.h).
 const (

@@ -61,6 +61,13 @@ func (w *wire) send(b []byte) {
 	}
 }
 
+// forget drops what the kernel has handed out.
+func (w *wire) forget() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.got = nil
+}
+
 // find returns a packet that the kernel has handed out, or nil.
 func (w *wire) find(match func(h packet.Header, b []byte) bool) []byte {
 	w.mu.Lock()

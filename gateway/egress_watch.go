@@ -29,16 +29,16 @@ const (
 
 // subscribe opens the socket on which the kernel tells of changes.
 func subscribe() (*nl.NetlinkSocket, error) {
-	s, err := nl.Subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR,
-		unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
+	s, err := nl.Subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_LINK,
+		unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
 	if err != nil {
-		return nil, fmt.Errorf("watch the host's addresses: %w", err)
+		return nil, fmt.Errorf("watch the host's interfaces, addresses and routes: %w", err)
 	}
 	return s, nil
 }
 
 // keep looks after the host until ctx ends: its addresses, which clients may not
-// reach; the interfaces that have to forward; the firewall.
+// reach; the interfaces that have to forward; the firewall; the device.
 func (e *egress) keep(ctx context.Context) error {
 	changed := make(chan struct{}, 1)
 	done := make(chan struct{})
@@ -90,21 +90,41 @@ func (e *egress) listen(changed chan<- struct{}) {
 	}
 }
 
-// matters tells what is worth a look at all addresses and routes. A router has
-// many routes, which change all the time.
+// matters tells what is worth a look: all about addresses and the device. A
+// router has many routes, which change all the time.
 func (e *egress) matters(m syscall.NetlinkMessage) bool {
-	if m.Header.Type != unix.RTM_NEWROUTE && m.Header.Type != unix.RTM_DELROUTE {
+	switch m.Header.Type {
+	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
+		return len(m.Data) >= unix.SizeofIfInfomsg && nl.DeserializeIfInfomsg(m.Data).Index == int32(e.index)
+	case unix.RTM_NEWROUTE, unix.RTM_DELROUTE:
+		return e.routeMatters(m.Data)
+	}
+	return true
+}
+
+func (e *egress) routeMatters(b []byte) bool {
+	if len(b) < unix.SizeofRtMsg {
 		return true
 	}
-	if len(m.Data) < unix.SizeofRtMsg {
+	if dstBits := b[1]; dstBits <= defaultBits {
 		return true
 	}
-	if dstBits := m.Data[1]; dstBits <= defaultBits {
+	attrs, err := nl.ParseRouteAttr(b[unix.SizeofRtMsg:])
+	if err != nil {
 		return true
+	}
+	for _, a := range attrs {
+		if dst, ok := netip.AddrFromSlice(a.Value); ok && a.Attr.Type == unix.RTA_DST && e.inPools(dst) {
+			return true
+		}
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return len(e.allow) > 0
+}
+
+func (e *egress) inPools(ip netip.Addr) bool {
+	return e.cfg.pool4.Contains(ip) || e.cfg.pool6.Contains(ip)
 }
 
 // letThrough sees to it that answers from the prefixes are forwarded.
@@ -128,7 +148,7 @@ func (e *egress) letThrough(prefixes []netip.Prefix) {
 func (e *egress) refresh(all bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	err := e.ns.do(func() error { return e.refreshLocked(all) })
+	err := e.ns.do(func() error { return errors.Join(e.refreshLocked(all), e.repairLink()) })
 	if err == nil {
 		e.lastErr = ""
 	} else if text := err.Error(); text != e.lastErr {
@@ -160,6 +180,15 @@ func (e *egress) refreshLocked(all bool) error {
 		return errors.Join(planned, err)
 	}
 	return errors.Join(planned, e.ctl.apply())
+}
+
+// repairLink undoes what another program did to the device.
+func (e *egress) repairLink() error {
+	did, err := setUpLink(e.cfg, e.ipv6)
+	if len(did) > 0 {
+		e.cfg.log.Warn("another program changed the interface, which is put back; find out which one", "interface", e.cfg.iface, "repaired", did)
+	}
+	return err
 }
 
 func (e *egress) refreshFirewall() error {
