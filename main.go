@@ -39,6 +39,7 @@ func main() {
 	os.Setenv("QUIC_GO_DISABLE_RECEIVE_BUFFER_WARNING", "true")
 	os.Exit(run(os.Args, os.Stdout, os.Stderr, settings.Sources{
 		LookupEnv: os.LookupEnv,
+		Environ:   os.Environ(),
 		Secrets:   "/run/secrets",
 	}))
 }
@@ -62,7 +63,7 @@ func run(args []string, stdout, stderr io.Writer, sources settings.Sources) int 
 // newApp returns the command line. It is made anew for each run because flags
 // hold their values.
 func newApp(stdout, stderr io.Writer, sources settings.Sources) *cli.App {
-	logs := &logging{format: "text", level: slog.LevelInfo, out: stderr}
+	logs := &logging{format: "text", level: slog.LevelInfo, out: stderr, sources: sources}
 	app := &cli.App{
 		Name:  "quicvpn",
 		Usage: "a network namespace's traffic through QUIC",
@@ -96,9 +97,10 @@ func newApp(stdout, stderr io.Writer, sources settings.Sources) *cli.App {
 
 // logging is the log of the long-lived roles.
 type logging struct {
-	format string
-	level  slog.Level
-	out    io.Writer
+	format  string
+	level   slog.Level
+	out     io.Writer
+	sources settings.Sources
 }
 
 // flags returns the flags of the log, which stand before or after the command.
@@ -116,12 +118,17 @@ func logLevel(s string) (l slog.Level, err error) {
 	return l, err
 }
 
-func (l *logging) logger() *slog.Logger {
+// open returns the log, in which variables that set nothing stand first.
+func (l *logging) open(app *cli.App) *slog.Logger {
 	options := &slog.HandlerOptions{Level: l.level}
+	log := slog.New(slog.NewTextHandler(l.out, options))
 	if l.format == "json" {
-		return slog.New(slog.NewJSONHandler(l.out, options))
+		log = slog.New(slog.NewJSONHandler(l.out, options))
 	}
-	return slog.New(slog.NewTextHandler(l.out, options))
+	for _, u := range l.sources.Unknown(app.Commands) {
+		log.Warn("the variable is no setting of quicvpn", "variable", u.Name, "nearest", u.Nearest)
+	}
+	return log
 }
 
 // serve runs a role until it fails or a signal ends it. A second signal ends
@@ -188,7 +195,7 @@ func gatewayCommand(logs *logging) *cli.Command {
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 		}, logs.flags()...),
 		Action: func(c *cli.Context) error {
-			cfg.Log = logs.logger()
+			cfg.Log = logs.open(c.App)
 			return serve(c.Context, cfg.Log, func(ctx context.Context) error {
 				g, err := gateway.New(cfg)
 				if err != nil {
@@ -225,7 +232,7 @@ func sidecarCommand(logs *logging) *cli.Command {
 				return usagef("no join token: give --token-file FILE, or the file as QUICVPN_TOKEN_FILE or /run/secrets/quicvpn_token; " +
 					`"quicvpn gateway init" and "quicvpn token create" print tokens`)
 			}
-			cfg.Log = logs.logger()
+			cfg.Log = logs.open(c.App)
 			if inArguments {
 				cfg.Log.Warn("--token shows the join token to everybody who can run ps on this host: use --token-file")
 			}

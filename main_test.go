@@ -338,6 +338,18 @@ func TestTokenInArguments(t *testing.T) {
 	}
 }
 
+// TestUnknownVariable warns of a setting that is misspelled, once.
+func TestUnknownVariable(t *testing.T) {
+	c := netlab.New(t).NS("host").Command(t.Context(), binary, "gateway", "run", "--state-dir", t.TempDir())
+	c.Env = []string{"QUICVPN_LOGLEVEL=debug", "QUICVPN_LOG_LEVEL=warn", "QUICVPN_PORT=udp://10.0.0.1:443"}
+	out, _ := c.CombinedOutput() // there is no identity
+	log, _, _ := strings.Cut(string(out), "quicvpn: ")
+	const want = `level=WARN msg="the variable is no setting of quicvpn" variable=QUICVPN_LOGLEVEL nearest=QUICVPN_LOG_LEVEL` + "\n"
+	if strings.Count(log, "\n") != 1 || !strings.HasSuffix(log, want) {
+		t.Errorf("the log is %q, want one line that ends in %q", log, want)
+	}
+}
+
 // fails runs a command that must fail with a message of one line.
 func fails(t *testing.T, env []string, message string, args ...string) {
 	t.Helper()

@@ -11,8 +11,8 @@ import (
 
 func versionCommand() *cli.Command {
 	return &cli.Command{
-		Name:  "version",
-		Usage: "print the versions of quicvpn, Go and quic-go",
+		Name:   "version",
+		Usage:  "print the versions of quicvpn, Go and quic-go",
 		Action: showVersion,
 	}
 }

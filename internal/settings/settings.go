@@ -30,6 +30,8 @@ const (
 type Sources struct {
 	// LookupEnv is os.LookupEnv or a substitute. Required.
 	LookupEnv func(string) (string, bool)
+	// Environ is what os.Environ returns, for Unknown alone; nil has none.
+	Environ []string
 	// Secrets is the directory of container secrets; empty looks nowhere.
 	Secrets string
 }
@@ -61,7 +63,7 @@ func (s Sources) Fill(c *cli.Context) error {
 	for _, f := range c.Command.Flags {
 		name := f.Names()[0]
 		base, isFile := strings.CutSuffix(name, "-file")
-		if name == "help" || name == "version" || isFile && own[base] || hasParent(c, name) {
+		if isQuestion(name) || isFile && own[base] || hasParent(c, name) {
 			continue
 		}
 		where, value, err := s.find(c, name, own[name+"-file"])
