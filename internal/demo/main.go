@@ -6,7 +6,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net/netip"
@@ -29,16 +28,29 @@ func main() {
 	}
 	binary, err := filepath.Abs(os.Args[1])
 	if err == nil {
-		err = netlab.Main(ctx, "quicvpn-demo", func(ctx context.Context, tb netlab.TB) {
-			(&demo{tb: tb, out: os.Stdout, binary: binary}).run(ctx)
+		err = netlab.Main(ctx, "quicvpn-demo", func(running context.Context, tb netlab.TB) {
+			(&demo{tb: quiet{tb, ctx}, out: os.Stdout, binary: binary}).run(running)
 		})
 	}
 	if ctx.Err() != nil {
-		err = errors.New("interrupted; nothing was left behind")
+		fmt.Fprintln(os.Stderr, "interrupted; nothing was left behind")
+		os.Exit(128 + int(syscall.SIGINT))
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "demo: FAILED:", err)
 		os.Exit(1)
+	}
+}
+
+// quiet shows no logs of what was interrupted.
+type quiet struct {
+	netlab.TB
+	ctx context.Context // done when the user interrupts
+}
+
+func (q quiet) Logf(format string, args ...any) {
+	if q.ctx.Err() == nil {
+		q.TB.Logf(format, args...)
 	}
 }
 
