@@ -64,6 +64,9 @@ func TestQuickStart(t *testing.T) {
 
 	before := world.Client.Snapshot()
 	run(world.Gateway, gatewayLines[0])
+	if info, err := os.Stat(filepath.Join(home[world.Gateway], "token")); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("the token's file: %v (%v), want mode 0600", info.Mode(), err)
+	}
 	g := start(world.Gateway, gatewayLines[1])
 	run(world.Client, clientLines[0])
 	s := start(world.Client, clientLines[1])
