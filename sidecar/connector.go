@@ -57,12 +57,11 @@ type connector struct {
 
 	losers sync.WaitGroup // what is left behind and ends by itself
 
-	// What follows outlives a session that did not settle, so that one that ends
-	// at once is not opened again at once. It belongs to connect while that runs.
-	back    backoff
-	started time.Time // the latest round
-	due     time.Time // the earliest next round
-	said    repeated
+	// again gives the pauses between sessions that ended before they were settled,
+	// due is the end of the latest. These and said belong to connect while it runs.
+	again backoff
+	due   time.Time
+	said  repeated
 
 	mu       sync.Mutex    // guards what follows
 	known    []netip.Addr  // the gateway's addresses as last resolved
@@ -139,7 +138,7 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 		case <-ctx.Done():
 			return nil
 		case <-s.ended:
-			c.settle(s)
+			c.judge(s)
 			why := whyEnded(s.why)
 			if times, say := c.said.say(why, time.Now()); say {
 				c.log.Warn("the session ended; connecting again", "why", why, "times", times)
@@ -152,7 +151,7 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 			if q.after(now, at, waiting) < max(silence, 4*s.RTT()) {
 				continue
 			}
-			c.settle(s)
+			c.judge(s)
 			c.log.Warn("the gateway does not answer; connecting beside the old session")
 			if next := c.replace(ctx, s, at); next != nil {
 				return next
@@ -162,11 +161,14 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 	}
 }
 
-// settle makes a fresh start after a session that lived long enough.
-func (c *connector) settle(s *running) {
+// judge decides how soon the next session is opened: at once after one that
+// lived long enough, else with growing pauses.
+func (c *connector) judge(s *running) {
 	if time.Since(s.since) >= settled {
-		c.back, c.due, c.said = backoff{}, time.Time{}, repeated{}
+		c.again, c.due, c.said = backoff{}, time.Time{}, repeated{}
+		return
 	}
+	c.due = s.since.Add(c.again.next(s.since))
 }
 
 // quiet measures for how long an answer has been owed. What LastReceived says
@@ -248,15 +250,17 @@ func (c *connector) connect(ctx context.Context) session {
 			}
 		})
 	}
-	moved := func() {
-		c.back, c.due = backoff{}, c.started.Add(backoffFirst)
-	}
+	var back backoff
+	started, due := time.Now(), c.due
 	select {
 	case <-c.moved: // while there was a session
-		moved()
+		c.again = backoff{}
+		if soon := started.Add(backoffFirst); due.After(soon) {
+			due = soon
+		}
 	default:
 	}
-	next := time.NewTimer(time.Until(c.due))
+	next := time.NewTimer(time.Until(due))
 	defer next.Stop()
 	for round := 0; ; {
 		select {
@@ -269,18 +273,19 @@ func (c *connector) connect(ctx context.Context) session {
 				c.log.Warn("cannot connect; trying again for as long as it takes", "error", f.err, "times", times)
 			}
 			if f.round == round {
-				next.Reset(time.Until(c.due))
+				next.Reset(time.Until(due))
 			}
 		case <-c.moved:
 			// The network is another one now; but changes come in bursts.
-			moved()
-			next.Reset(time.Until(c.due))
+			back, c.again = backoff{}, backoff{}
+			due = started.Add(backoffFirst)
+			next.Reset(time.Until(due))
 		case <-next.C:
 			round++
-			c.started = time.Now()
+			started = time.Now()
 			start(round)
-			pause := c.back.next(c.started)
-			c.due = c.started.Add(pause)
+			pause := back.next(started)
+			due = started.Add(pause)
 			next.Reset(max(pause, c.overdue()))
 		}
 	}
