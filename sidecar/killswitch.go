@@ -229,6 +229,6 @@ func (p policy) equal(q policy) bool {
 		slices.Equal(p.gatewaySelf, q.gatewaySelf) && slices.Equal(p.gateways, q.gateways) &&
 		slices.Equal(p.resolvers, q.resolvers) &&
 		slices.EqualFunc(p.uplinks, q.uplinks, func(a, b uplink) bool {
-			return a.name == b.name && slices.Equal(a.onLink, b.onLink)
+			return a.name == b.name && slices.Equal(a.subnets, b.subnets) && slices.Equal(a.onLink, b.onLink)
 		})
 }

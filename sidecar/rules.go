@@ -93,6 +93,11 @@ func (p policy) output() chain {
 	c := chain{name: "output", hook: nftables.ChainHookOutput, priority: nftables.ChainPriorityFilter, policy: nftables.ChainPolicyDrop}
 	c.add("the tunnel", oif(p.tun), accept())
 	c.add("loopback", oif("lo"), accept())
+	for _, a := range p.own {
+		// Whoever sends something in by the tunnel must not choose who gets the
+		// answer: the route to it may lead to a neighbour.
+		c.add("the tunnel's address beside the tunnel", src(a, a), drop())
+	}
 	for _, g := range p.gateways {
 		c.add("the gateway", metaMark(Mark), dst(g.Addr(), g.Addr()), protoPort(unix.IPPROTO_UDP, g.Port()), accept())
 	}
@@ -108,6 +113,12 @@ func (p policy) output() chain {
 		c.add("answers to connections that came in here", oif(u.name), ctMark(Mark), ctDirection(directionReply), accept())
 		for _, r := range u.onLink {
 			c.add("on-link", oif(u.name), dst(r.From(), r.To()), accept())
+		}
+		for _, s := range u.subnets {
+			// The gateway, or the router to it, may be a neighbour there.
+			if r := netipx.RangeOfPrefix(s); s.Addr().Is6() && !local(s) {
+				c.add("neighbour discovery", oif(u.name), proto6(unix.IPPROTO_ICMPV6), transportRange(0, 135, 136), dst(r.From(), r.To()), accept())
+			}
 		}
 	}
 	c.add("DHCP", proto4(unix.IPPROTO_UDP), transport(0, 4, []byte{0, 68, 0, 67}), dst(broadcast, broadcast), accept())

@@ -19,20 +19,38 @@ type uplink struct {
 	flags string // what of its state matters to the way to the gateway
 	// addrs are its own addresses, but for those of the link only.
 	addrs []netip.Addr
-	// onLink are the hosts of the directly connected subnets: without their
-	// broadcast addresses, and without subnets so large that they would be a hole
-	// in the kill switch.
+	// subnets are those that are directly connected.
+	subnets []netip.Prefix
+	// onLink are the hosts of the subnets that may be reached beside the tunnel,
+	// without their broadcast addresses.
 	onLink []netipx.IPRange
 }
 
-// Subnets with shorter prefixes are not taken for a link: nobody has one, but a
-// hostile DHCP server may say so to draw traffic out of the tunnel.
-const (
-	minPrefix4 = 8
-	minPrefix6 = 32
-	// linkLocal6 has a prefix of its own length.
-	linkLocal6 = 10
-)
+// localRanges hold what may be reached beside the tunnel where it is on the link:
+// private networks (RFC 1918, RFC 6598, RFC 4193), link-local addresses, and those
+// for documentation (RFC 5737, RFC 3849). A router advertisement or a DHCP server
+// can call any other destination on-link, to draw its traffic out of the tunnel.
+var localRanges = []netip.Prefix{
+	netip.MustParsePrefix("10.0.0.0/8"),
+	netip.MustParsePrefix("100.64.0.0/10"),
+	netip.MustParsePrefix("169.254.0.0/16"),
+	netip.MustParsePrefix("172.16.0.0/12"),
+	netip.MustParsePrefix("192.0.2.0/24"),
+	netip.MustParsePrefix("192.168.0.0/16"),
+	netip.MustParsePrefix("198.51.100.0/24"),
+	netip.MustParsePrefix("203.0.113.0/24"),
+	netip.MustParsePrefix("2001:db8::/32"),
+	netip.MustParsePrefix("fc00::/7"),
+	netip.MustParsePrefix("fe80::/10"),
+}
+
+// local reports that all of p is in one of localRanges.
+func local(p netip.Prefix) bool { return within(p, localRanges) }
+
+// within reports that all of p is in one of the ranges.
+func within(p netip.Prefix, ranges []netip.Prefix) bool {
+	return slices.ContainsFunc(ranges, func(r netip.Prefix) bool { return r.Bits() <= p.Bits() && r.Contains(p.Addr()) })
+}
 
 // uplinks lists the interfaces beside the tunnel, by name.
 func uplinks(h *netlink.Handle, tun string) ([]uplink, error) {
@@ -63,6 +81,8 @@ func uplinks(h *netlink.Handle, tun string) ([]uplink, error) {
 		}
 		u.onLink = ips.Ranges()
 		slices.SortFunc(u.addrs, netip.Addr.Compare)
+		slices.SortFunc(u.subnets, netip.Prefix.Compare)
+		u.subnets = slices.Compact(u.subnets)
 		all = append(all, u)
 	}
 	slices.SortFunc(all, func(a, b uplink) int { return strings.Compare(a.name, b.name) })
@@ -88,14 +108,8 @@ func (u *uplink) take(a netlink.Addr, set *netipx.IPSetBuilder) {
 		return
 	}
 	prefix = prefix.Masked()
-	least := minPrefix4
-	switch {
-	case prefix.Addr().IsLinkLocalUnicast() && prefix.Addr().Is6():
-		least = linkLocal6
-	case prefix.Addr().Is6():
-		least = minPrefix6
-	}
-	if prefix.Bits() < least || prefix.Addr().IsMulticast() {
+	u.subnets = append(u.subnets, prefix)
+	if !local(prefix) {
 		return
 	}
 	set.AddPrefix(prefix)
