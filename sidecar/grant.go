@@ -10,19 +10,35 @@ import (
 	"github.com/quicvpn/quicvpn/tunnel"
 )
 
-// maxAddresses is far more than one for each IP version.
-const maxAddresses = 8
+// A grant holds less than this: an address for each IP version, and the pools.
+const (
+	maxAddresses = 8
+	maxPeers     = 16
+	maxGateway   = 4
+)
+
+// noHosts are unicast addresses in form, but no host's: "this network" and
+// reserved ones (RFC 6890), and IPv6 that contains IPv4 or is deprecated.
+var noHosts = []netip.Prefix{
+	netip.MustParsePrefix("0.0.0.0/8"),
+	netip.MustParsePrefix("240.0.0.0/4"),
+	netip.MustParsePrefix("::/96"),
+	netip.MustParsePrefix("64:ff9b::/96"),
+	netip.MustParsePrefix("2002::/16"),
+	netip.MustParsePrefix("fec0::/10"),
+}
 
 // checkGrant refuses what a gateway must not give: addresses that are no host's,
-// those that this namespace has by itself, whose connections would then go to
-// the gateway, and a network that neighbours here are part of.
+// those of this namespace's own networks, whose connections would then go to the
+// gateway, and a network that neighbours here are part of.
 func checkGrant(g tunnel.Grant, links []uplink) error {
-	if len(g.Addresses) == 0 || len(g.Addresses) > maxAddresses {
-		return fmt.Errorf("the gateway gave this client %d addresses", len(g.Addresses))
+	if len(g.Addresses) == 0 || len(g.Addresses) > maxAddresses || len(g.Gateway) > maxGateway || len(g.Peers) > maxPeers {
+		return fmt.Errorf("the gateway gave this client %d addresses, itself %d and the network %d prefixes: up to %d, %d and %d are possible",
+			len(g.Addresses), len(g.Gateway), len(g.Peers), maxAddresses, maxGateway, maxPeers)
 	}
 	for _, a := range g.Addresses {
 		a = a.Unmap()
-		if !a.IsGlobalUnicast() || a == broadcast {
+		if !a.IsGlobalUnicast() || within(netip.PrefixFrom(a, a.BitLen()), noHosts) {
 			return fmt.Errorf("the gateway gave this client the address %v, which is no host's", a)
 		}
 		for _, u := range links {
@@ -30,12 +46,33 @@ func checkGrant(g tunnel.Grant, links []uplink) error {
 				return fmt.Errorf("the gateway gave this client the address %v, which its interface %s has already: "+
 					"choose another --pool at the gateway, or another subnet here", a, u.name)
 			}
+			for _, s := range u.subnets {
+				if s.Contains(a) {
+					return fmt.Errorf("the gateway gave this client the address %v, which is in the subnet %v of its interface %s: "+
+						"choose another --pool at the gateway, or another subnet here", a, s, u.name)
+				}
+			}
+		}
+	}
+	for _, p := range g.Peers {
+		if !isNetwork(p) {
+			return fmt.Errorf("the gateway says that the network's clients are in %v, which is not one network's: choose another --pool at the gateway", p)
 		}
 	}
 	if both := overlaps(g, links); both != "" {
 		return fmt.Errorf("addresses overlap: %s: choose another --pool at the gateway, or another subnet here", both)
 	}
 	return nil
+}
+
+// isNetwork reports that p may be a network's addresses: private ones, or no more
+// than somebody may own.
+func isNetwork(p netip.Prefix) bool {
+	least := 8
+	if p.Addr().Is6() {
+		least = 32
+	}
+	return p.IsValid() && !p.Addr().Is4In6() && (local(p) || p.Bits() >= least)
 }
 
 // overlaps says where the network and what is on the links here have addresses

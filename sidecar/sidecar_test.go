@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -126,6 +127,13 @@ func TestOnLink(t *testing.T) {
 		{addr("10.0.0.1/0"), []string{"10.0.0.1"}, nil},
 		{addr("2001:db8::2/64"), []string{"2001:db8::2"}, []string{"2001:db8::-2001:db8::ffff:ffff:ffff:ffff"}},
 		{addr("2001:db8::2/3"), []string{"2001:db8::2"}, nil},
+		{addr("192.168.0.1/15"), []string{"192.168.0.1"}, nil},
+		// Nor is what is somebody else's.
+		{addr("8.8.8.7/24"), []string{"8.8.8.7"}, nil},
+		{addr("8.8.8.8/32"), []string{"8.8.8.8"}, nil},
+		{addr("2606:4700:4700::2/64"), []string{"2606:4700:4700::2"}, nil},
+		{addr("100.64.0.2/30"), []string{"100.64.0.2"}, []string{"100.64.0.1-100.64.0.2"}},
+		{addr("fd00::2/64"), []string{"fd00::2"}, []string{"fd00::-fd00::ffff:ffff:ffff:ffff"}},
 		{addr("fe80::1/64"), nil, []string{"fe80::-fe80::ffff:ffff:ffff:ffff"}},
 	}
 	for _, tt := range tests {
@@ -285,7 +293,9 @@ func TestPolicyEqual(t *testing.T) {
 		tun: "quicvpn0", own: []netip.Addr{addr4a}, peers: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")},
 		gatewaySelf: []netip.Addr{addr4b}, gateways: []netip.AddrPort{netip.AddrPortFrom(addr4a, 1)},
 		resolvers: []netip.AddrPort{netip.AddrPortFrom(addr4b, 53)},
-		uplinks:   []uplink{{name: "eth0", onLink: []netipx.IPRange{linkMulticast}}},
+		uplinks: []uplink{{
+			name: "eth0", onLink: []netipx.IPRange{linkMulticast}, subnets: []netip.Prefix{netip.MustParsePrefix("2606:4700::/64")},
+		}},
 	}
 	if !whole.equal(whole) {
 		t.Error("not equal to itself")
@@ -298,7 +308,8 @@ func TestPolicyEqual(t *testing.T) {
 		"gatewaySelf": func(p *policy) { p.gatewaySelf = nil },
 		"gateways":    func(p *policy) { p.gateways = nil },
 		"resolvers":   func(p *policy) { p.resolvers = nil },
-		"uplinks":     func(p *policy) { p.uplinks = []uplink{{name: "eth0"}} },
+		"onLink":      func(p *policy) { p.uplinks = []uplink{{name: "eth0", subnets: p.uplinks[0].subnets}} },
+		"subnets":     func(p *policy) { p.uplinks = []uplink{{name: "eth0", onLink: p.uplinks[0].onLink}} },
 	} {
 		p := whole
 		change(&p)
@@ -318,22 +329,36 @@ func TestGrants(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	links := []uplink{{name: "eth0", addrs: []netip.Addr{netip.MustParseAddr("10.91.3.2"), addr6a}, onLink: set.Ranges()}}
+	links := []uplink{{
+		name: "eth0", addrs: []netip.Addr{netip.MustParseAddr("10.91.3.2"), addr6a}, onLink: set.Ranges(),
+		subnets: []netip.Prefix{netip.MustParsePrefix("10.91.3.0/24"), netip.MustParsePrefix("2606:4700:4700::/64")},
+	}}
 	for text, want := range map[string]string{
-		"10.88.0.5":        "",
-		"fd88::5":          "",
-		"10.91.3.7":        "", // a neighbour's, perhaps, but not ours
-		"10.91.3.2":        "interface eth0 has already",
-		"::ffff:10.91.3.2": "interface eth0 has already",
-		"2001:db8::1":      "interface eth0 has already",
-		"127.0.0.1":        "no host's",
-		"0.0.0.0":          "no host's",
-		"255.255.255.255":  "no host's",
-		"224.0.0.1":        "no host's",
-		"169.254.169.254":  "no host's",
-		"::1":              "no host's",
-		"fe80::1":          "no host's",
-		"ff02::1":          "no host's",
+		"10.88.0.5":         "",
+		"fd88::5":           "",
+		"10.91.3.7":         "in the subnet 10.91.3.0/24 of its interface eth0", // a neighbour's, perhaps
+		"10.91.3.0":         "in the subnet 10.91.3.0/24 of its interface eth0",
+		"2606:4700:4700::8": "in the subnet 2606:4700:4700::/64 of its interface eth0",
+		"8.8.8.7":           "",
+		"2606:4700::8":      "",
+		"10.91.3.2":         "interface eth0 has already",
+		"::ffff:10.91.3.2":  "interface eth0 has already",
+		"2001:db8::1":       "interface eth0 has already",
+		"127.0.0.1":         "no host's",
+		"0.0.0.0":           "no host's",
+		"255.255.255.255":   "no host's",
+		"224.0.0.1":         "no host's",
+		"169.254.169.254":   "no host's",
+		"::1":               "no host's",
+		"fe80::1":           "no host's",
+		"ff02::1":           "no host's",
+		"0.1.2.3":           "no host's",
+		"240.1.2.3":         "no host's",
+		"::2":               "no host's",
+		"::10.88.0.5":       "no host's",
+		"fec0::1":           "no host's",
+		"64:ff9b::a58:5":    "no host's",
+		"2002:a58:5::1":     "no host's",
 	} {
 		err := checkGrant(tunnel.Grant{Addresses: []netip.Addr{netip.MustParseAddr(text)}}, links)
 		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
@@ -342,6 +367,23 @@ func TestGrants(t *testing.T) {
 	}
 	if checkGrant(tunnel.Grant{}, links) == nil || checkGrant(tunnel.Grant{Addresses: make([]netip.Addr, 100)}, links) == nil {
 		t.Error("no address, or a hundred, are accepted")
+	}
+	own := []netip.Addr{toyOwn4}
+	if checkGrant(tunnel.Grant{Addresses: own, Peers: slices.Repeat([]netip.Prefix{netip.MustParsePrefix("10.88.0.0/24")}, 17)}, links) == nil {
+		t.Error("17 prefixes of peers are accepted")
+	}
+	if checkGrant(tunnel.Grant{Addresses: own, Gateway: slices.Repeat(own, 5)}, links) == nil {
+		t.Error("5 addresses of the gateway are accepted")
+	}
+	for peers, good := range map[string]bool{
+		"10.0.0.0/9": true, "8.0.0.0/8": true, "100.64.0.0/10": true, "2606:4700::/32": true, "fd00::/8": true,
+		"0.0.0.0/0": false, "0.0.0.0/1": false, "8.0.0.0/7": false, "::/0": false, "2000::/3": false,
+		"2606:4700::/31": false, "::ffff:0.0.0.0/96": false,
+	} {
+		err := checkGrant(tunnel.Grant{Addresses: own, Peers: []netip.Prefix{netip.MustParsePrefix(peers)}}, nil)
+		if (err == nil) != good || err != nil && !strings.Contains(err.Error(), peers) {
+			t.Errorf("clients in %s: got %v, want it to be good: %t", peers, err, good)
+		}
 	}
 	for peers, want := range map[string]string{
 		"10.91.0.0/16": "the network's 10.91.0.0/16 and 10.91.3.0/24 of eth0",
