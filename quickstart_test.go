@@ -64,8 +64,12 @@ func TestQuickStart(t *testing.T) {
 
 	before := world.Client.Snapshot()
 	run(world.Gateway, gatewayLines[0])
-	if info, err := os.Stat(filepath.Join(home[world.Gateway], "token")); err != nil || info.Mode().Perm() != 0o600 {
-		t.Errorf("the token's file: %v (%v), want mode 0600", info.Mode(), err)
+	info, err := os.Stat(filepath.Join(home[world.Gateway], "token"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info.Mode().Perm() != 0o600 {
+		t.Errorf("the token's file has the mode %v, want 0600", info.Mode())
 	}
 	g := start(world.Gateway, gatewayLines[1])
 	run(world.Client, clientLines[0])
