@@ -75,6 +75,14 @@ func isNetwork(p netip.Prefix) bool {
 	return p.IsValid() && !p.Addr().Is4In6() && (local(p) || p.Bits() >= least)
 }
 
+// wholeInternet reports that the routes are default routes, for every IP version
+// that the client has an address of.
+func wholeInternet(g tunnel.Grant) bool {
+	return !slices.ContainsFunc(g.Addresses, func(a netip.Addr) bool {
+		return !slices.ContainsFunc(g.Routes, func(r netip.Prefix) bool { return r.Bits() == 0 && r.Contains(a) })
+	})
+}
+
 // overlaps says where the network and what is on the links here have addresses
 // in common; empty if nowhere.
 func overlaps(g tunnel.Grant, links []uplink) string {

@@ -322,6 +322,9 @@ func (n *network) adopt(s session) tunnel.Sink {
 	n.current.Store(&s)
 	if before == nil || !slices.Equal(before.Addresses, grant.Addresses) || before.Network != grant.Network {
 		n.log.Info("this namespace's place in the network", "network", grant.Network, "addresses", grant.Addresses, "mtu", mtu)
+		if !wholeInternet(grant) {
+			n.log.Info("the gateway carries packets to these destinations only, and refuses others", "routes", grant.Routes)
+		}
 	}
 	return &inbox{device: n.dev.Load, own: grant.Addresses, drops: n.drops}
 }

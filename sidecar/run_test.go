@@ -208,10 +208,16 @@ func TestIPv6(t *testing.T) {
 	})
 	t.Run("not granted", func(t *testing.T) {
 		l := newLab(t)
-		l.gw.set(func() { l.gw.grant.Grant.Addresses = []netip.Addr{toyOwn4} })
+		l.gw.set(func() {
+			l.gw.grant.Grant.Addresses = []netip.Addr{toyOwn4}
+			l.gw.grant.Grant.Routes = []netip.Prefix{netip.MustParsePrefix("203.0.113.0/24")}
+		})
 		cmd := l.start(childSettings{})
 		l.ping(toyRemote4)
 		l.unreachable6()
+		if !strings.Contains(cmd.Log(), "these destinations only") || !strings.Contains(cmd.Log(), "[203.0.113.0/24]") {
+			t.Errorf("the routes are not said:\n%s", cmd.Log())
+		}
 		if !strings.Contains(cmd.Log(), "granted no IPv6 address") {
 			t.Errorf("not said:\n%s", cmd.Log())
 		}

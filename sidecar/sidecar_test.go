@@ -401,6 +401,26 @@ func TestGrants(t *testing.T) {
 	}
 }
 
+func TestWholeInternet(t *testing.T) {
+	all4, all6, some := netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0"), netip.MustParsePrefix("10.20.0.0/16")
+	both, v4 := []netip.Addr{toyOwn4, toyOwn6}, []netip.Addr{toyOwn4}
+	for _, tt := range []struct {
+		addrs  []netip.Addr
+		routes []netip.Prefix
+		want   bool
+	}{
+		{both, []netip.Prefix{some, all4, all6}, true},
+		{both, []netip.Prefix{all4}, false},
+		{v4, []netip.Prefix{all4}, true},
+		{v4, []netip.Prefix{all6, some}, false},
+		{v4, nil, false},
+	} {
+		if got := wholeInternet(tunnel.Grant{Addresses: tt.addrs, Routes: tt.routes}); got != tt.want {
+			t.Errorf("%v by %v: %t, want %t", tt.addrs, tt.routes, got, tt.want)
+		}
+	}
+}
+
 // TestInboxWritesRuns is about what a peer's packets are passed on as.
 func TestInboxWritesRuns(t *testing.T) {
 	var drops packet.Drops
