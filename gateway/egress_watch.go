@@ -205,10 +205,28 @@ func (e *egress) refreshFirewall() error {
 			e.cfg.log.Warn("the firewall rules were changed by another program and are put back", "table", e.fw.table)
 		}
 	}
-	if err := e.fw.install(open); err != nil {
+	if err := e.installFirewall(open); err != nil {
 		return fmt.Errorf("set up the firewall: %w", err)
 	}
 	e.open = open
+	return nil
+}
+
+// installFirewall does without the limit of connections where the kernel cannot
+// count them.
+func (e *egress) installFirewall(open forced) error {
+	err := e.fw.install(open)
+	limit := e.fw.limit
+	if limit == nil || !errors.Is(err, unix.ENOENT) {
+		return err
+	}
+	e.fw.limit = nil
+	if err := e.fw.install(open); err != nil {
+		e.fw.limit = limit // that was not it
+		return err
+	}
+	e.cfg.log.Warn("the kernel cannot count connections, so one client may use up the ports that all share: " +
+		"run `modprobe nft_connlimit` on the host and start the gateway anew")
 	return nil
 }
 

@@ -22,7 +22,16 @@ type firewall struct {
 	iface        string       // the TUN device
 	pool4, pool6 netip.Prefix // pool6 is zero without IPv6
 	rules        int          // that were installed
+
+	// limit is true of a client that has more connections out than it may; nil
+	// where the kernel cannot count them.
+	limit expr.Any
 }
+
+// maxConns is how many connections out a client may have in each IP version. All
+// clients share the 64,512 ports that the gateway's address has for each
+// destination: one that opens connections without end would take them all.
+const maxConns = 4096
 
 // forced says where packets are forwarded only because the gateway turned it on:
 // there nothing is forwarded but what comes from or goes to the TUN device.
@@ -32,7 +41,8 @@ type forced struct {
 }
 
 func newFirewall(iface string, pool4, pool6 netip.Prefix) *firewall {
-	return &firewall{table: "quicvpn-gw-" + iface, iface: iface, pool4: pool4, pool6: pool6}
+	return &firewall{table: "quicvpn-gw-" + iface, iface: iface, pool4: pool4, pool6: pool6,
+		limit: &expr.Connlimit{Count: maxConns, Flags: expr.NFT_CONNLIMIT_F_INV}}
 }
 
 // install puts the table in place, atomically instead of one that is there.
@@ -46,6 +56,13 @@ func (f *firewall) install(open forced) error {
 	// Added first, so that there is one to delete.
 	c.DelTable(c.AddTable(tableRef(f.table)))
 	t := c.AddTable(tableRef(f.table))
+	if f.limit != nil {
+		for _, set := range each(f, func(pool netip.Prefix) *nftables.Set { return connsSet(t, pool) }) {
+			if err := c.AddSet(set, nil); err != nil {
+				return err
+			}
+		}
+	}
 	n := 0
 	chain := func(name string, kind nftables.ChainType, hook *nftables.ChainHook, prio *nftables.ChainPriority, rules ...[]expr.Any) {
 		ch := c.AddChain(&nftables.Chain{Table: t, Name: name, Type: kind, Hooknum: hook, Priority: prio})
@@ -70,7 +87,7 @@ func (f *firewall) install(open forced) error {
 	chain("forward", nftables.ChainTypeFilter, nftables.ChainHookForward, nftables.ChainPriorityFilter,
 		f.forward(open)...)
 	chain("postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource,
-		f.each(func(pool netip.Prefix) []expr.Any {
+		each(f, func(pool netip.Prefix) []expr.Any {
 			return rule(notOut(f.iface), source(pool), []expr.Any{&expr.Masq{}})
 		})...)
 	if err := c.Flush(); err != nil {
@@ -90,7 +107,12 @@ func (f *firewall) forward(open forced) [][]expr.Any {
 		// would leave with a source from the pool.
 		rule(in(f.iface), connState(expr.CtStateBitINVALID), drop()),
 	}
-	rules = append(rules, f.each(func(pool netip.Prefix) []expr.Any {
+	if f.limit != nil {
+		rules = append(rules, each(f, func(pool netip.Prefix) []expr.Any {
+			return rule(in(f.iface), source(pool), firstOfConn(), countConn(pool, f.limit), counter(), drop())
+		})...)
+	}
+	rules = append(rules, each(f, func(pool netip.Prefix) []expr.Any {
 		return rule(in(f.iface), source(pool), accept())
 	})...)
 	rules = append(rules, rule(in(f.iface), drop()))
@@ -106,14 +128,14 @@ func (f *firewall) forward(open forced) [][]expr.Any {
 	return rules
 }
 
-// each returns a rule for every pool.
-func (f *firewall) each(r func(netip.Prefix) []expr.Any) (rules [][]expr.Any) {
+// each returns what every pool has.
+func each[T any](f *firewall, of func(pool netip.Prefix) T) (all []T) {
 	for _, pool := range []netip.Prefix{f.pool4, f.pool6} {
 		if pool.IsValid() {
-			rules = append(rules, r(pool))
+			all = append(all, of(pool))
 		}
 	}
-	return rules
+	return all
 }
 
 // removeTable takes a gateway's table away; that there is none is fine.

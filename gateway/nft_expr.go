@@ -22,6 +22,8 @@ func rule(parts ...[]expr.Any) []expr.Any {
 func accept() []expr.Any { return []expr.Any{&expr.Verdict{Kind: expr.VerdictAccept}} }
 func drop() []expr.Any   { return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}} }
 
+func counter() []expr.Any { return []expr.Any{&expr.Counter{}} }
+
 func in(iface string) []expr.Any  { return meta(expr.MetaKeyIIFNAME, expr.CmpOpEq, ifname(iface)) }
 func out(iface string) []expr.Any { return meta(expr.MetaKeyOIFNAME, expr.CmpOpEq, ifname(iface)) }
 func notOut(iface string) []expr.Any {
@@ -60,28 +62,66 @@ func icmpType(proto, kind byte) []expr.Any {
 
 // source matches a source address within a prefix.
 func source(p netip.Prefix) []expr.Any {
-	proto, offset, size := byte(unix.NFPROTO_IPV4), uint32(12), uint32(4)
+	proto := byte(unix.NFPROTO_IPV4)
 	if p.Addr().Is6() {
-		proto, offset, size = unix.NFPROTO_IPV6, 8, 16
+		proto = unix.NFPROTO_IPV6
 	}
+	size := uint32(p.Addr().BitLen() / 8)
 	mask := make([]byte, size)
 	for i := range p.Bits() {
 		mask[i/8] |= 0x80 >> (i % 8)
 	}
 	return rule(ipVersion(proto), []expr.Any{
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: size},
+		loadSource(p),
 		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: size, Mask: mask, Xor: make([]byte, size)},
 		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: p.Masked().Addr().AsSlice()},
 	})
 }
 
+// loadSource loads the source address of a packet of a prefix's IP version.
+func loadSource(p netip.Prefix) expr.Any {
+	offset := uint32(12)
+	if p.Addr().Is6() {
+		offset = 8
+	}
+	return &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: uint32(p.Addr().BitLen() / 8)}
+}
+
 // connState matches any of the connection tracker's states.
-func connState(bits uint32) []expr.Any {
+func connState(bits uint32) []expr.Any { return conn(expr.CtKeySTATE, bits, expr.CmpOpNeq) }
+
+// firstOfConn matches the packet that opens a connection. All that come before
+// the first answer count as new; only the first is not confirmed.
+func firstOfConn() []expr.Any {
+	const confirmed = 1 << 3 // IPS_CONFIRMED
+	return rule(connState(expr.CtStateBitNEW), conn(expr.CtKeySTATUS, confirmed, expr.CmpOpEq))
+}
+
+// conn compares bits that the connection tracker has with zero.
+func conn(key expr.CtKey, bits uint32, op expr.CmpOp) []expr.Any {
 	return []expr.Any{
-		&expr.Ct{Key: expr.CtKeySTATE, Register: 1},
+		&expr.Ct{Key: key, Register: 1},
 		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4,
 			Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: binaryutil.NativeEndian.PutUint32(0)},
-		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: binaryutil.NativeEndian.PutUint32(0)},
+		&expr.Cmp{Op: op, Register: 1, Data: binaryutil.NativeEndian.PutUint32(0)},
+	}
+}
+
+// connsSet is where the kernel counts the connections of each client of a pool.
+// It forgets a client without any.
+func connsSet(t *nftables.Table, pool netip.Prefix) *nftables.Set {
+	s := &nftables.Set{Table: t, Name: "connections4", KeyType: nftables.TypeIPAddr, Dynamic: true, Size: 1 << 16}
+	if pool.Addr().Is6() {
+		s.Name, s.KeyType = "connections6", nftables.TypeIP6Addr
+	}
+	return s
+}
+
+// countConn counts a connection of the client, and matches if limit does.
+func countConn(pool netip.Prefix, limit expr.Any) []expr.Any {
+	return []expr.Any{
+		loadSource(pool),
+		&expr.Dynset{SrcRegKey: 1, SetName: connsSet(nil, pool).Name, Operation: unix.NFT_DYNSET_OP_ADD, Exprs: []expr.Any{limit}},
 	}
 }
 
