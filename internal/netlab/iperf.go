@@ -3,6 +3,7 @@ package netlab
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 	"strconv"
@@ -69,11 +70,21 @@ func (i Iperf) Args() []string {
 	return args
 }
 
-// Iperf runs iperf3 in the namespace.
+// errNotStarted says that the server turned a run down before anything was sent.
+var errNotStarted = errors.New("the run did not start")
+
+// Iperf runs iperf3 in the namespace. Between two runs a server closes its socket
+// and opens another, and resets who has connected in between: Iperf tries again
+// for a second.
 func (n *NS) Iperf(ctx context.Context, run Iperf) (IperfResult, error) {
-	c := n.Command(ctx, "iperf3", run.Args()...)
-	out, err := c.Output()
-	return parseIperf(out, err)
+	start := time.Now()
+	for {
+		out, err := n.Command(ctx, "iperf3", run.Args()...).Output()
+		r, err := parseIperf(out, err)
+		if !errors.Is(err, errNotStarted) || time.Since(start) > time.Second || sleep(ctx, 5*retry) != nil {
+			return r, err
+		}
+	}
 }
 
 // parseIperf reads iperf3's JSON, which also says why a run failed.
@@ -103,6 +114,9 @@ func parseIperf(out []byte, runErr error) (r IperfResult, err error) {
 	}
 	if err := json.Unmarshal(out, &report); err != nil {
 		return r, fmt.Errorf("iperf3: %w (%v): %.200s", err, runErr, out)
+	}
+	if report.Error != "" && len(report.Intervals) == 0 {
+		return r, fmt.Errorf("iperf3: %w: %s", errNotStarted, report.Error)
 	}
 	if report.Error != "" || runErr != nil {
 		return r, fmt.Errorf("iperf3: %s (%v)", report.Error, runErr)

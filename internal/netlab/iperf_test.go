@@ -1,6 +1,7 @@
 package netlab
 
 import (
+	"errors"
 	"net/netip"
 	"slices"
 	"strings"
@@ -42,6 +43,29 @@ func TestIperf(t *testing.T) {
 	_, err := top.Client.Iperf(ctx, Iperf{Server: netip.AddrPortFrom(ServerAddr4, 1), Duration: time.Second})
 	if err == nil || !strings.Contains(err.Error(), "refused") {
 		t.Errorf("error %v, want what iperf3 says", err)
+	}
+}
+
+func TestParseIperf(t *testing.T) {
+	for _, tt := range []struct {
+		out        string
+		runErr     error
+		wrong      bool
+		notStarted bool
+	}{
+		{`{"intervals":[{"sum":{"bytes":5}}],"end":{"sum_received":{"bytes":5,"bits_per_second":40}}}`, nil, false, false},
+		{`{"intervals":[],"error":"unable to receive control message: Connection reset by peer"}`, nil, true, true},
+		{`{"intervals":[{"sum":{"bytes":5}}],"error":"the server has terminated"}`, nil, true, false},
+		{`{"intervals":[]}`, errors.New("signal: killed"), true, false},
+		{``, errors.New("exit status 1"), true, false},
+	} {
+		r, err := parseIperf([]byte(tt.out), tt.runErr)
+		if (err != nil) != tt.wrong || errors.Is(err, errNotStarted) != tt.notStarted {
+			t.Errorf("%s: %v, want an error %v, that it did not start %v", tt.out, err, tt.wrong, tt.notStarted)
+		}
+		if err == nil && (r.Bits != 40 || len(r.Steps) != 1) {
+			t.Errorf("%s: %+v", tt.out, r)
+		}
 	}
 }
 
