@@ -70,12 +70,23 @@ func (s *State) Authorize(join tunnel.Join, now time.Time) (Client, error) {
 	return s.settle(join.Client, m)
 }
 
-// Admitted reports whether a client that Authorize answered is still welcome.
-func (s *State) Admitted(id tunnel.Fingerprint) bool {
+// Lookup returns the client that a key is now, if it is one.
+func (s *State) Lookup(id tunnel.Fingerprint) (Client, bool) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	m := s.members[id]
-	return m != nil && s.tokens.byID[m.token].Revoked.IsZero()
+	if m == nil {
+		return Client{}, false
+	}
+	t := s.tokens.byID[m.token]
+	return s.client(id, m, t), t.Revoked.IsZero()
+}
+
+// Admitted reports whether a Client of the past is still what its key is. The key
+// may have been revoked, and enrolled anew by another token.
+func (s *State) Admitted(c Client) bool {
+	now, ok := s.Lookup(c.ID)
+	return ok && now.TokenID == c.TokenID && now.Addr4 == c.Addr4 && now.Addr6 == c.Addr6
 }
 
 // lookLocked finds the member that a join speaks for, or the token that may

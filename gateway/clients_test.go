@@ -49,6 +49,11 @@ func mustJoin(t testing.TB, s *State, j tunnel.Join, now time.Time) Client {
 	return c
 }
 
+func enrolled(s *State, id tunnel.Fingerprint) bool {
+	_, ok := s.Lookup(id)
+	return ok
+}
+
 // wantRefused checks a refusal and returns its text.
 func wantRefused(t testing.TB, err error, status int, code string) {
 	t.Helper()
@@ -286,7 +291,7 @@ func TestRevokedWhileNoGatewayRan(t *testing.T) {
 		t.Fatalf("%+v, %v", info, err)
 	}
 	s = reopen(t, dir)
-	if s.Admitted(key(1)) {
+	if enrolled(s, key(1)) {
 		t.Error("the client is still admitted")
 	}
 	_, err := s.Authorize(join(1, first), start)
@@ -295,8 +300,11 @@ func TestRevokedWhileNoGatewayRan(t *testing.T) {
 	wantRefused(t, err, 401, "token-unknown")
 	// The only address of the pool is free again, for the same key by another token.
 	again := mustJoin(t, s, join(1, second), start)
-	if again.Addr4 != c.Addr4 || again.Network != "other" || !s.Admitted(key(1)) {
+	if again.Addr4 != c.Addr4 || again.Network != "other" || !s.Admitted(again) || s.Admitted(c) {
 		t.Errorf("%+v", again)
+	}
+	if now, ok := s.Lookup(key(1)); !ok || cmp.Diff(again, now, byText) != "" {
+		t.Errorf("looked up as %+v", now)
 	}
 	if infos := listed(t, dir); infos[0].Used != 1 || infos[1].Used != 1 {
 		t.Errorf("the count of enrolments: %+v", infos)

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -98,13 +99,7 @@ type Gateway struct {
 	egress *egress
 	router *router
 	drops  packet.Drops
-
-	mu sync.Mutex // guards clients
-	// clients holds what Authorize answered, for the session that follows. It
-	// grows no further than the enrolled clients.
-	clients map[tunnel.Fingerprint]Client
-
-	close func() error
+	close  func() error
 }
 
 // New takes everything that a gateway needs, in the network namespace of the
@@ -123,7 +118,7 @@ func newGateway(cfg Config) (_ *Gateway, err error) {
 	if err := cfg.fill(); err != nil {
 		return nil, err
 	}
-	g := &Gateway{cfg: cfg, clients: make(map[tunnel.Fingerprint]Client)}
+	g := &Gateway{cfg: cfg}
 	g.close = sync.OnceValue(g.release)
 	defer func() {
 		if err != nil {
@@ -195,7 +190,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 		"pool4", g.egress.cfg.pool4, "pool6", g.egress.cfg.pool6, "ipv6", g.egress.ipv6)
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return g.server.Run(ctx) })
-	group.Go(func() error { return g.state.Watch(ctx, g.revoke) })
+	group.Go(func() error { return g.state.Watch(ctx, g.router.detachRevoked) })
 	group.Go(func() error { return g.egress.keep(ctx) })
 	group.Go(func() error { return g.report(ctx) })
 	for i, q := range g.egress.dev.Queues() {
@@ -233,9 +228,6 @@ func (g *Gateway) authorize(_ context.Context, join tunnel.Join) (tunnel.Grant, 
 	if err != nil {
 		return tunnel.Grant{}, err
 	}
-	g.mu.Lock()
-	g.clients[c.ID] = c
-	g.mu.Unlock()
 	g.egress.letThrough(c.Allow)
 	return g.grant(c), nil
 }
@@ -255,11 +247,22 @@ func (g *Gateway) grant(c Client) tunnel.Grant {
 	}
 }
 
+// clientOf returns the client that has a key and a grant. Since the grant the key
+// may have been revoked, and enrolled anew by another token.
+func (g *Gateway) clientOf(key tunnel.Fingerprint, granted tunnel.Grant) (Client, bool) {
+	c, ok := g.state.Lookup(key)
+	now := g.grant(c)
+	return c, ok && now.Network == granted.Network &&
+		slices.Equal(now.Addresses, granted.Addresses) && slices.Equal(now.Routes, granted.Routes)
+}
+
 // serve owns a session until it ends.
 func (g *Gateway) serve(_ context.Context, s *tunnel.Session) {
-	g.mu.Lock()
-	c := g.clients[s.Peer()]
-	g.mu.Unlock()
+	c, ok := g.clientOf(s.Peer(), s.Grant())
+	if !ok {
+		s.Close("revoked")
+		return
+	}
 	pol, err := newPolicy(c.Allow)
 	if err != nil {
 		g.cfg.Log.Error("a client's token is not usable", "client", c.Name, "key", c.ID, "error", err)
@@ -279,16 +282,6 @@ func (g *Gateway) serve(_ context.Context, s *tunnel.Session) {
 		reason = err.Error()
 	}
 	log.Info("client has left", "reason", reason)
-}
-
-// revoke ends the sessions of clients that may no longer be here.
-func (g *Gateway) revoke(ids []tunnel.Fingerprint) {
-	g.router.detachRevoked(ids)
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	for _, id := range ids {
-		delete(g.clients, id)
-	}
 }
 
 // report logs sessions and drops when they have changed.

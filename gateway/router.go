@@ -32,7 +32,7 @@ type routerConfig struct {
 	// isHost says whether an address is one of the gateway's host, now.
 	isHost func(netip.Addr) bool
 	// admitted says whether a client may still be here.
-	admitted func(tunnel.Fingerprint) bool
+	admitted func(Client) bool
 	drops    *packet.Drops
 }
 
@@ -124,7 +124,7 @@ func (r *router) replace(p *port) (old []*port, ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	// Asked under the lock that detachRevoked takes after the revocation.
-	if !r.cfg.admitted(p.client.ID) {
+	if !r.cfg.admitted(p.client) {
 		return nil, false
 	}
 	if o := r.ports[p.client.ID]; o != nil {

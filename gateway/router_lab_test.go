@@ -75,7 +75,7 @@ type routerLab struct {
 	sc       *fakeSession
 	drops    packet.Drops
 	isHost   atomic.Pointer[netip.Addr]
-	admitted func(tunnel.Fingerprint) bool
+	admitted func(Client) bool
 }
 
 const (
@@ -86,7 +86,7 @@ const (
 
 func newRouterLab(t testing.TB) *routerLab {
 	t.Helper()
-	l := &routerLab{admitted: func(tunnel.Fingerprint) bool { return true }}
+	l := &routerLab{admitted: func(Client) bool { return true }}
 	for range 2 {
 		l.exits = append(l.exits, &fakeExit{})
 	}
@@ -94,7 +94,7 @@ func newRouterLab(t testing.TB) *routerLab {
 		pool4: netip.MustParsePrefix("10.91.0.0/16"), pool6: netip.MustParsePrefix("fd12::/64"),
 		exits: []exit{l.exits[0], l.exits[1]}, exit6: true,
 		isHost:   func(ip netip.Addr) bool { host := l.isHost.Load(); return host != nil && ip == *host },
-		admitted: func(id tunnel.Fingerprint) bool { return l.admitted(id) },
+		admitted: func(c Client) bool { return l.admitted(c) },
 		drops:    &l.drops,
 	})
 	l.a, l.sa = l.join(t, 1, "one", a4, a6)

@@ -75,7 +75,7 @@ func TestRouterRevokes(t *testing.T) {
 		t.Errorf("a revoked client sent %d packets and got %d", n, m)
 	}
 	// Revoked between the answer to its join and its session.
-	l.admitted = func(tunnel.Fingerprint) bool { return false }
+	l.admitted = func(Client) bool { return false }
 	late := &fakeSession{}
 	pol, err := newPolicy(nil)
 	if err != nil {

@@ -85,7 +85,7 @@ func TestWatch(t *testing.T) {
 	stop := watch(t, s, func(ids []tunnel.Fingerprint) {
 		// At this moment they are out, and nobody has their addresses yet.
 		for _, id := range ids {
-			if s.Admitted(id) {
+			if enrolled(s, id) {
 				t.Error("a revoked client is admitted")
 			}
 			_, err := s.Authorize(tunnel.Join{Client: id, Secret: first.SecretText()}, start)
@@ -125,7 +125,7 @@ func TestWatch(t *testing.T) {
 	})
 	mustJoin(t, s, join(51, first), start)
 	for _, n := range []int{0, 2, 4, 50, 51} {
-		if !s.Admitted(key(n)) {
+		if !enrolled(s, key(n)) {
 			t.Errorf("client %d is not admitted", n)
 		}
 	}
@@ -258,8 +258,8 @@ func TestRevokedDuringEnrolment(t *testing.T) {
 		})
 		stop()
 		for id := range joined {
-			if !ended[id] || s.Admitted(id) {
-				t.Fatalf("a client that was answered: ended %v, admitted %v", ended[id], s.Admitted(id))
+			if !ended[id] || enrolled(s, id) {
+				t.Fatalf("a client that was answered: ended %v, admitted %v", ended[id], enrolled(s, id))
 			}
 		}
 		s.Close()
