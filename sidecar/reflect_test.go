@@ -121,3 +121,33 @@ func TestPublicSubnetIsNoLink(t *testing.T) {
 	l.ping(toyRemote4, toyRemote6)
 	l.stop(cmd)
 }
+
+// TestLinkThatOverlapsLater: what is meant for the network's clients does not go
+// to a link that takes their addresses while the tunnel is up.
+func TestLinkThatOverlapsLater(t *testing.T) {
+	t.Parallel()
+	l := newLab(t)
+	l.Client.ServeHTTP(8081)
+	cmd := l.start(childSettings{})
+	l.ping(toyPeer4)
+	l.UplinkClientIf.Address(netip.PrefixFrom(toyPeer4, 24))
+	l.ClientIf.Address(netip.MustParsePrefix("10.88.0.77/24"))
+	if err := cmd.WaitLog(l.ctx, "addresses overlap"); err != nil {
+		t.Fatal(err)
+	}
+	sniffer := sniff(t, l.UplinkClientIf)
+	if err := l.Client.Do(func() error {
+		_ = sendUDP(net.JoinHostPort(toyPeer4.String(), "9"))("to a client")
+		_ = sendUDP(net.JoinHostPort(toyPeer4.String(), "9"), bindTo("eth0"))("to a client, device")
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if seen := sniffer.take(); len(seen) > 0 {
+		t.Errorf("these left in clear: %v\n%s", seen, l.dump())
+	}
+	if _, err := l.Uplink.Get(l.ctx, "http://10.88.0.77:8081/"); err != nil {
+		t.Errorf("a neighbour is not answered: %v", err)
+	}
+	l.stop(cmd)
+}

@@ -111,6 +111,12 @@ func (p policy) output() chain {
 	}
 	for _, u := range p.uplinks {
 		c.add("answers to connections that came in here", oif(u.name), ctMark(Mark), ctDirection(directionReply), accept())
+	}
+	for _, r := range ranges(p.peers) {
+		// A link that came later may overlap with the network.
+		c.add("clients of the network beside the tunnel", dst(r.From(), r.To()), reject())
+	}
+	for _, u := range p.uplinks {
 		for _, r := range u.onLink {
 			c.add("on-link", oif(u.name), dst(r.From(), r.To()), accept())
 		}
