@@ -10,6 +10,8 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"github.com/quicvpn/quicvpn/internal/token"
 	"github.com/quicvpn/quicvpn/tunnel"
 )
@@ -157,6 +159,13 @@ func (t *tokenTable) withSecret(sum digest) *tokenRecord {
 	return &t.all[found]
 }
 
+// A token whose secret somebody else has, or a client that forgets its key in a
+// loop, shall not empty the pool before anybody notices.
+const (
+	enrolBurst = 1024 // by one token, at once
+	enrolRate  = 1    // afterwards, in a second
+)
+
 // enrol adds a member, in memory. Where another join of the same key was
 // faster, it returns that one's.
 func (s *State) enrol(join tunnel.Join, sum digest, now time.Time) (*member, error) {
@@ -166,12 +175,23 @@ func (s *State) enrol(join tunnel.Join, sum digest, now time.Time) (*member, err
 	if m != nil || err != nil {
 		return m, err
 	}
+	pace := s.pace[t.ID]
+	if pace == nil {
+		pace = rate.NewLimiter(enrolRate, enrolBurst)
+		s.pace[t.ID] = pace
+	}
+	if pace.TokensAt(now) < 1 {
+		return nil, refuse(http.StatusServiceUnavailable, "enrolment-rate", fmt.Sprintf(
+			"the join token enrols clients too fast, which is more than %d, and then one a second: "+
+				"come again in a minute, or make another with `quicvpn token create`", enrolBurst))
+	}
 	host, ok := s.pool.allocate()
 	if !ok {
 		return nil, refuse(http.StatusServiceUnavailable, "pool-exhausted", fmt.Sprintf(
 			"it has no address left in %s and %s: revoke tokens whose clients are gone, on the gateway with `quicvpn token revoke`",
 			s.cfg.Pool4, s.cfg.Pool6))
 	}
+	pace.AllowN(now, 1)
 	s.changes++
 	m = &member{host: host, token: t.ID, since: now.UTC().Round(0), change: s.changes}
 	s.members[join.Client] = m

@@ -14,6 +14,8 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"golang.org/x/time/rate"
+
 	"github.com/quicvpn/quicvpn/tunnel"
 )
 
@@ -43,7 +45,8 @@ type State struct {
 	mu       sync.RWMutex
 	tokens   *tokenTable // replaced whole; has the token of every member
 	members  map[tunnel.Fingerprint]*member
-	enrolled map[string]int // by token ID, ever
+	enrolled map[string]int           // by token ID, ever
+	pace     map[string]*rate.Limiter // by token ID, of enrolments
 	pool     pool
 	changes  uint64 // counts what happened to members and enrolled
 	closed   bool
@@ -72,7 +75,7 @@ func OpenState(dir string) (*State, error) {
 }
 
 func openState(dir string) (_ *State, err error) {
-	s := &State{dir: dir}
+	s := &State{dir: dir, pace: make(map[string]*rate.Limiter)}
 	if s.key, s.cfg, err = loadFixed(dir); err != nil {
 		return nil, err
 	}
