@@ -80,7 +80,7 @@ func (e *egress) prepare() (err error) {
 	if stale != "" {
 		e.made = append(e.made, stale)
 	}
-	if err := checkOverlap(e.cfg.pool4, e.cfg.pool6); err != nil {
+	if err := checkOverlap(e.cfg.iface, e.cfg.pool4, e.cfg.pool6); err != nil {
 		return err
 	}
 	e.dev, err = tun.Open(tun.Config{Name: e.cfg.iface, Queues: e.cfg.queues, MTU: e.cfg.mtu, Drops: e.cfg.drops})

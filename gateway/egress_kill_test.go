@@ -259,3 +259,31 @@ func TestEgressForgetsOtherHosts(t *testing.T) {
 		t.Errorf("the journal: %v, want %v", err, fs.ErrNotExist)
 	}
 }
+
+// A device of the gateway's name that is there already, with the addresses and
+// routes of before, is the gateway's and no network in the pools' way.
+func TestEgressTakesItsDeviceOver(t *testing.T) {
+	w := newWorld(t)
+	before := w.snapshot()
+	w.run("ip", "tuntap", "add", "quicvpn-gw", "mode", "tun", "multi_queue", "vnet_hdr")
+	w.run("ip", "addr", "add", "10.91.0.1/32", "dev", "quicvpn-gw")
+	w.run("ip", "link", "set", "quicvpn-gw", "up")
+	w.run("ip", "route", "add", "10.91.0.0/16", "dev", "quicvpn-gw")
+	w.run("ip", "-6", "route", "add", "fd12::/64", "dev", "quicvpn-gw")
+	e, err := w.tryOpen(w.config())
+	if err != nil {
+		t.Fatal(err)
+	}
+	running := strings.Join(w.host.Snapshot(), "\n")
+	for _, want := range []string{"10.91.0.0/16 dev quicvpn-gw", "src 10.91.0.1", "fd12::/64 dev quicvpn-gw", "src fd12::1", "inet6 fd12::1/128"} {
+		if !strings.Contains(running, want) {
+			t.Errorf("lacks %q", want)
+		}
+	}
+	if err := e.close(); err != nil {
+		t.Error(err)
+	}
+	if diff := before.Diff(w.host.Snapshot()); diff != "" {
+		t.Errorf("the host is not as it was:\n%s", diff)
+	}
+}

@@ -138,7 +138,7 @@ func (o *InitOptions) settings() (settings, error) {
 			return cfg, fmt.Errorf("the gateway's address %s lies in a pool of client addresses: choose another pool", cfg.Address)
 		}
 	}
-	return cfg, checkOverlap(cfg.Pool4, cfg.Pool6)
+	return cfg, checkOverlap("", cfg.Pool4, cfg.Pool6)
 }
 
 // randomULA returns a unique local prefix: fd00::/8, a global ID of 40 random

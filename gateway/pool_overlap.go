@@ -10,10 +10,11 @@ import (
 )
 
 // checkOverlap refuses pools that overlap an address or a route of this host:
-// packets to the one would go where the other lives. It looks at the network
-// namespace of the calling thread.
-func checkOverlap(pools ...netip.Prefix) error {
-	taken, err := hostPrefixes()
+// packets to the one would go where the other lives. What is on the interface
+// own, which may be empty, is the gateway's. It looks at the network namespace of
+// the calling thread.
+func checkOverlap(own string, pools ...netip.Prefix) error {
+	taken, err := hostPrefixes(own)
 	if err != nil {
 		return fmt.Errorf("look for networks of this host that overlap the pools: %w", err)
 	}
@@ -24,7 +25,7 @@ func checkOverlap(pools ...netip.Prefix) error {
 				if pool.Addr().Is6() {
 					flag = "--pool6"
 				}
-				return fmt.Errorf("the pool %s overlaps this host's %s: choose another one with %s", pool, t.what, flag)
+				return fmt.Errorf("the pool %s overlaps this host's %s: choose another one with %s at `quicvpn gateway init`, or renumber the other network", pool, t.what, flag)
 			}
 		}
 	}
@@ -36,10 +37,10 @@ type hostPrefix struct {
 	what   string
 }
 
-// hostPrefixes lists what this host uses or reaches, without default routes and
-// without what is no unicast.
-func hostPrefixes() ([]hostPrefix, error) {
-	links, err := netlink.LinkList()
+// hostPrefixes lists what this host uses or reaches, without default routes,
+// what is no unicast, and what is on the interface own.
+func hostPrefixes(own string) ([]hostPrefix, error) {
+	links, err := listDump(netlink.LinkList)
 	if err != nil {
 		return nil, fmt.Errorf("list links: %w", err)
 	}
@@ -48,18 +49,21 @@ func hostPrefixes() ([]hostPrefix, error) {
 		names[l.Attrs().Index] = l.Attrs().Name
 	}
 	var all []hostPrefix
-	addrs, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
+	addrs, err := listDump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
 	if err != nil {
 		return nil, fmt.Errorf("list addresses: %w", err)
 	}
 	for _, a := range addrs {
-		if p, ok := netipx.FromStdIPNet(a.IPNet); ok && counts(p) {
-			all = append(all, hostPrefix{p, fmt.Sprintf("address %s on %s", p, names[a.LinkIndex])})
+		name := names[a.LinkIndex]
+		if p, ok := netipx.FromStdIPNet(a.IPNet); ok && counts(p) && (name == "" || name != own) {
+			all = append(all, hostPrefix{p, fmt.Sprintf("address %s on %s", p, name)})
 		}
 	}
 	// Every table: a route that only policy routing reaches counts as well.
-	routes, err := netlink.RouteListFiltered(netlink.FAMILY_ALL,
-		&netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+	routes, err := listDump(func() ([]netlink.Route, error) {
+		return netlink.RouteListFiltered(netlink.FAMILY_ALL,
+			&netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+	})
 	if err != nil {
 		return nil, fmt.Errorf("list routes: %w", err)
 	}
@@ -67,9 +71,10 @@ func hostPrefixes() ([]hostPrefix, error) {
 		if r.Dst == nil || r.Type != unix.RTN_UNICAST {
 			continue // local ones are the addresses above; others lead nowhere
 		}
-		if p, ok := netipx.FromStdIPNet(r.Dst); ok && counts(p) {
+		name := names[r.LinkIndex]
+		if p, ok := netipx.FromStdIPNet(r.Dst); ok && counts(p) && (name == "" || name != own) {
 			what := fmt.Sprintf("route to %s", p.Masked())
-			if name := names[r.LinkIndex]; name != "" {
+			if name != "" {
 				what += " by " + name
 			}
 			all = append(all, hostPrefix{p, what})

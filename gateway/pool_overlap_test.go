@@ -90,10 +90,14 @@ func TestOverlap(t *testing.T) {
 			"203.0.113.0/28": "", // nor one that leads nowhere
 			"fd33::/64":      "",
 		} {
-			err := checkOverlap(netip.MustParsePrefix(pool))
+			err := checkOverlap("eth9", netip.MustParsePrefix(pool))
 			if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
 				return fmt.Errorf("%s: got %v, want %q", pool, err, want)
 			}
+		}
+		// The gateway's own is no other network.
+		if err := checkOverlap("lab0", netip.MustParsePrefix("10.91.0.0/16"), netip.MustParsePrefix("fd22:0:5::/64")); err != nil {
+			return err
 		}
 		dir := t.TempDir() + "/a/state"
 		if _, err := Init(InitOptions{Dir: dir, Address: "vpn.example.net:443"}); err == nil || !strings.Contains(err.Error(), "10.91.7.1/24") {
