@@ -177,11 +177,11 @@ func TestRoleEnds(t *testing.T) {
 			w.Lab.Link(ns, w.Lab.NS("lan"), netlab.LinkConfig{A: netlab.End{Name: "taken0"}})
 		}, "", "gateway", []string{"--interface", "taken0"}, 1, []string{"taken0"}},
 		{"sidecar's interface in use", nil, "", "sidecar", []string{"--interface", "eth0"}, 1, []string{"eth0"}},
-		{"MTU 1000 of a sidecar", nil, "", "sidecar", []string{"--mtu", "1000"}, 1, []string{"1000", "1280", "1500"}},
-		{"MTU 100000 of a sidecar", nil, "", "sidecar", []string{"--mtu", "100000"}, 1, []string{"100000", "1280", "1500"}},
-		{"MTU 1000 of a gateway", nil, "", "gateway", []string{"--mtu", "1000"}, 1, []string{"1000", "1280", "1500"}},
-		{"MTU 100000 of a gateway", nil, "", "gateway", []string{"--mtu", "100000"}, 1, []string{"100000", "1280", "1500"}},
-		{"no queues", nil, "", "sidecar", []string{"--queues", "1000"}, 1, []string{"Queues: 1000", "256"}},
+		{"MTU 1000 of a sidecar", nil, "", "sidecar", []string{"--mtu", "1000"}, 2, []string{"--mtu", "1280 to 1500"}},
+		{"MTU 100000 of a sidecar", nil, "", "sidecar", []string{"--mtu", "100000"}, 2, []string{"--mtu", "1280 to 1500"}},
+		{"MTU 1000 of a gateway", nil, "", "gateway", []string{"--mtu", "1000"}, 2, []string{"--mtu", "1280 to 1500"}},
+		{"MTU 100000 of a gateway", nil, "", "gateway", []string{"--mtu", "100000"}, 2, []string{"--mtu", "1280 to 1500"}},
+		{"no queues", nil, "", "sidecar", []string{"--queues", "1000"}, 2, []string{"--queues", "1 to 256"}},
 		{"gateway not set up", func(w *world, _ *netlab.NS) {
 			if err := os.RemoveAll(w.gatewayDir()); err != nil {
 				w.t.Fatal(err)
