@@ -25,6 +25,8 @@ const (
 	// settled is how long a session lives that shows that nothing is wrong with
 	// connecting: after it the next attempt starts at once.
 	settled = 10 * time.Second
+	// probing is how long a new session is given to find out what its path carries.
+	probing = 3 * time.Second
 )
 
 // A connector keeps a session to the gateway: it opens one, watches it, and
@@ -80,6 +82,7 @@ type running struct {
 
 func (c *connector) run(ctx context.Context) {
 	defer c.losers.Wait()
+	c.log.Info("connecting", "gateway", c.address())
 	next := c.connect(ctx)
 	for next != nil {
 		s := c.start(next)
@@ -133,6 +136,7 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 	tick := time.NewTicker(glance)
 	defer tick.Stop()
 	var q quiet
+	probed := time.After(probing)
 	for {
 		select {
 		case <-ctx.Done():
@@ -145,6 +149,8 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 			}
 			return nil
 		case <-s.MTUChanged():
+			c.resize(s.session)
+		case <-probed:
 			c.resize(s.session)
 		case now := <-tick.C:
 			at, waiting := s.LastReceived()

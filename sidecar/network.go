@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -45,8 +46,9 @@ type network struct {
 	heir    bool // the kill switch was there before this run
 	want    wanted
 	way     way
-	noIPv6  string // why there is no IPv6, as last said
-	overlap string // of addresses, as last said
+	adopted time.Time // when the session of the moment was
+	noIPv6  string    // why there is no IPv6, as last said
+	overlap string    // of addresses, as last said
 	trouble repeated
 }
 
@@ -180,6 +182,12 @@ func (n *network) report() {
 	n.log.Info("the namespace is set up",
 		"interface", n.cfg.Interface, "queues", len(dev.queues), "offloads", dev.dev.Offloads().String(),
 		"kill_switch", n.cfg.KillSwitch.String(), "table", Table, "mark", fmt.Sprintf("%#x", Mark))
+	if conf, err := os.ReadFile(resolvConf); err == nil && n.cfg.KillSwitch != KillSwitchOff {
+		for _, a := range privateServers(conf) {
+			n.log.Warn("names will not be resolved by this name server: the tunnel does not lead to it, and beside the tunnel it is not asked; "+
+				"put a public one in its place, such as 9.9.9.9", "nameserver", a, "file", resolvConf)
+		}
+	}
 }
 
 // syncLocked makes the namespace what it should be.
@@ -266,7 +274,9 @@ func (n *network) keep(ctx context.Context) error {
 		n.mu.Lock()
 		err := n.syncLocked()
 		n.mu.Unlock()
-		n.complain(err)
+		if ctx.Err() == nil {
+			n.complain(err)
+		}
 		sleep(ctx, settle)
 	}
 }
@@ -311,12 +321,14 @@ func (n *network) update(change func(*wanted)) {
 // adopt makes a session the one that packets go to, and returns the sink for
 // those that come from it.
 func (n *network) adopt(s session) tunnel.Sink {
-	grant, mtu := s.Grant(), n.capMTU(s.MTU())
+	grant := s.Grant()
 	for i, a := range grant.Addresses {
 		grant.Addresses[i] = a.Unmap()
 	}
 	n.mu.Lock()
 	before := n.want.grant
+	n.adopted = time.Now()
+	mtu := n.mtuLocked(s)
 	n.mu.Unlock()
 	n.update(func(w *wanted) { w.grant, w.mtu = &grant, mtu })
 	n.current.Store(&s)
@@ -346,17 +358,25 @@ func (n *network) release(s session) {
 
 // resize follows a session's MTU.
 func (n *network) resize(s session) {
-	mtu := n.capMTU(s.MTU())
-	before := mtu
-	n.update(func(w *wanted) { before, w.mtu = w.mtu, mtu })
+	var before, mtu int
+	n.update(func(w *wanted) {
+		before, mtu = w.mtu, n.mtuLocked(s)
+		w.mtu = mtu
+	})
 	if mtu != before {
 		n.log.Info("the path's MTU changed", "mtu", mtu)
 	}
 }
 
-// capMTU is the device's MTU for a session's. The least is what every IPv4 host
-// must take (RFC 791, section 3.1).
-func (n *network) capMTU(mtu int) int {
+// mtuLocked is the device's MTU for a session's. The least is what every IPv4
+// host must take (RFC 791, section 3.1). A session that has just begun may still
+// find out that its path carries more, so that IPv6 is not given up at once:
+// what does not fit is answered meanwhile.
+func (n *network) mtuLocked(s session) int {
+	mtu := s.MTU()
+	if time.Since(n.adopted) < probing {
+		mtu = max(mtu, minIPv6MTU)
+	}
 	if n.cfg.MTU != 0 {
 		mtu = min(mtu, n.cfg.MTU)
 	}

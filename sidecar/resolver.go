@@ -27,6 +27,21 @@ type resolver struct {
 	conf string
 }
 
+const resolvConf = "/etc/resolv.conf"
+
+// privateServers returns the name servers of a resolv.conf that live in private
+// networks, where the tunnel does not lead.
+func privateServers(conf []byte) (servers []netip.Addr) {
+	for line := range strings.Lines(string(conf)) {
+		if f := strings.Fields(line); len(f) > 1 && f[0] == "nameserver" {
+			if a, err := netip.ParseAddr(f[1]); err == nil && (a.IsPrivate() || a.IsLinkLocalUnicast()) {
+				servers = append(servers, a)
+			}
+		}
+	}
+	return servers
+}
+
 // patience is how long the name servers of resolv.conf have before those behind
 // Docker's are asked too.
 const patience = time.Second
@@ -97,7 +112,7 @@ func (r *resolver) dial(ctx context.Context, network, server string) (net.Conn, 
 }
 
 func (r *resolver) behindDocker() []netip.Addr {
-	conf, err := os.ReadFile(cmp.Or(r.conf, "/etc/resolv.conf"))
+	conf, err := os.ReadFile(cmp.Or(r.conf, resolvConf))
 	if err != nil {
 		return nil // the resolver itself will say so
 	}
