@@ -73,30 +73,43 @@ func (c *client) download() {
 	}
 }
 
+// swallow makes the path lose what is too large, without a word.
+const swallow = `table inet swallow { chain forward {
+	type filter hook forward priority 0
+	meta length > 1400 drop
+}; }`
+
 // TestPathShrinks takes bytes from the path of a session that is open.
 func TestPathShrinks(t *testing.T) {
-	t.Parallel()
-	w := newWorld(t, options{})
-	w.startGateway()
-	c := w.client0()
-	c.join(w.token)
-	c.download()
-	w.SetPathMTU(1400)
-	deadline := time.Now().Add(15 * time.Second)
-	for {
-		ctx, cancel := context.WithTimeout(w.ctx, 3*time.Second)
-		page, err := c.ns.Get(ctx, pageURL("https", netlab.ServerAddr4)+"bytes/100000")
-		cancel()
-		if err == nil && len(page) == 100000 {
-			break
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("no page 15s after the path shrank: %v\nsidecar:\n%s", err, c.sidecar.Log())
-		}
+	for name, shrink := range map[string]func(w *world){
+		"and says so": func(w *world) { w.SetPathMTU(1400) },
+		"in silence":  func(w *world) { w.Uplink.Nft(swallow) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, options{})
+			w.startGateway()
+			c := w.client0()
+			c.join(w.token)
+			c.download()
+			shrink(w)
+			deadline := time.Now().Add(15 * time.Second)
+			for {
+				ctx, cancel := context.WithTimeout(w.ctx, 3*time.Second)
+				page, err := c.ns.Get(ctx, pageURL("https", netlab.ServerAddr4)+"bytes/100000")
+				cancel()
+				if err == nil && len(page) == 100000 {
+					break
+				}
+				if time.Now().After(deadline) {
+					t.Fatalf("no page 15s after the path shrank: %v\nsidecar:\n%s", err, c.sidecar.Log())
+				}
+			}
+			c.waitUp(5 * time.Second)
+			c.checkPages()
+			c.checkTunnel()
+		})
 	}
-	c.waitUp(5 * time.Second)
-	c.checkPages()
-	c.checkTunnel()
 }
 
 // TestSizes sends packets of every size from 1200 to 1500 through the tunnel:

@@ -64,7 +64,8 @@ type RefusedError struct {
 	// is known and may not, 503 where it should come again later.
 	Status int
 	// Code says why in a word, for programs: "token-unknown", "token-revoked",
-	// "token-expired", "token-used-up", "pool-exhausted", "unavailable".
+	// "token-expired", "token-used-up", "enrolment-rate", "pool-exhausted",
+	// "unavailable".
 	Code string
 	// Text says what to do, for people.
 	Text string
