@@ -159,6 +159,10 @@ func (n *network) takeDown(graceful bool) error {
 	for _, w := range n.watches {
 		errs = append(errs, w.Close())
 	}
+	keep := n.kill != nil && (n.cfg.KillSwitch == KillSwitchKeep && (graceful || n.heir) || !graceful && n.heir)
+	if !keep && n.want.grant != nil {
+		errs = append(errs, endConnections(n.want.grant.Addresses))
+	}
 	if n.routes != nil {
 		errs = append(errs, n.routes.remove())
 	}
@@ -167,7 +171,7 @@ func (n *network) takeDown(graceful bool) error {
 	}
 	switch {
 	case n.kill == nil:
-	case n.cfg.KillSwitch == KillSwitchKeep && (graceful || n.heir), !graceful && n.heir:
+	case keep:
 		n.log.Warn("the kill switch stays: nothing leaves this namespace; to remove it: nft delete table inet " + killSwitchTable)
 	default:
 		errs = append(errs, removeKillSwitch())

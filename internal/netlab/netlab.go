@@ -119,6 +119,12 @@ func Main(ctx context.Context, name string, f func(ctx context.Context, tb TB)) 
 		m.cleanups = m.cleanups[:len(m.cleanups)-1]
 		m.run(last)
 	}
+	// Last of all: before, a command may still write there.
+	for _, dir := range m.dirs {
+		if err := os.RemoveAll(dir); err != nil {
+			m.fail(fmt.Errorf("remove the temporary directory: %w", err))
+		}
+	}
 	return m.err
 }
 
@@ -127,6 +133,7 @@ type mainTB struct {
 	name     string
 	err      error
 	cleanups []func()
+	dirs     []string // that TempDir made
 }
 
 // run calls f on a goroutine that Fatalf can end.
@@ -167,10 +174,6 @@ func (m *mainTB) TempDir() string {
 	if err != nil {
 		m.Fatalf("make a temporary directory: %v", err)
 	}
-	m.Cleanup(func() {
-		if err := os.RemoveAll(dir); err != nil {
-			m.fail(fmt.Errorf("remove the temporary directory: %w", err))
-		}
-	})
+	m.dirs = append(m.dirs, dir)
 	return dir
 }
