@@ -163,6 +163,19 @@ func (n *network) reopen() error {
 	return n.syncLocked()
 }
 
+// openDevice opens the TUN device, which must not be there yet.
+func (n *network) openDevice() error {
+	if l, err := n.nl.LinkByName(n.cfg.Interface); err == nil {
+		return fmt.Errorf("open TUN device: there is an interface %s (%s) already: choose another name with --interface, or remove it: ip link delete %[1]s", n.cfg.Interface, l.Type())
+	}
+	dev, err := openDevice(tun.Config{Name: n.cfg.Interface, Queues: n.cfg.Queues, MTU: n.want.mtu, Drops: n.drops})
+	if err != nil {
+		return fmt.Errorf("open TUN device: %w", err)
+	}
+	n.dev.Store(dev)
+	return nil
+}
+
 // An inbox is what a session's packets go to: they are a peer's, who may be
 // hostile.
 type inbox struct {

@@ -17,7 +17,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
-	"github.com/quicvpn/quicvpn/tun"
 	"github.com/quicvpn/quicvpn/tunnel"
 )
 
@@ -385,17 +384,4 @@ func (n *network) mtuLocked(s session) int {
 		mtu = min(mtu, n.cfg.MTU)
 	}
 	return max(mtu, 576)
-}
-
-// openDevice opens the TUN device, which must not be there yet.
-func (n *network) openDevice() error {
-	if l, err := n.nl.LinkByName(n.cfg.Interface); err == nil {
-		return fmt.Errorf("open TUN device: there is an interface %s (%s) already: choose another name with --interface, or remove it: ip link delete %[1]s", n.cfg.Interface, l.Type())
-	}
-	dev, err := openDevice(tun.Config{Name: n.cfg.Interface, Queues: n.cfg.Queues, MTU: n.want.mtu, Drops: n.drops})
-	if err != nil {
-		return fmt.Errorf("open TUN device: %w", err)
-	}
-	n.dev.Store(dev)
-	return nil
 }

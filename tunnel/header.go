@@ -1,15 +1,11 @@
 package tunnel
 
 import (
-	"bytes"
 	"fmt"
 	"net/http"
 	"net/netip"
 	"strings"
 	"unicode"
-
-	"github.com/quic-go/quic-go"
-	"github.com/quic-go/quic-go/quicvarint"
 )
 
 // The request for a tunnel (RFC 9484, section 4): extended CONNECT to the
@@ -80,22 +76,6 @@ func printable(text string) string {
 		}
 		return ' '
 	}, text)
-}
-
-// peekType returns the type of a unidirectional stream without consuming it.
-func peekType(stream *quic.ReceiveStream) uint64 {
-	var b [8]byte
-	if _, err := stream.Peek(b[:1]); err != nil {
-		return 0
-	}
-	n := 1 << (b[0] >> 6) // RFC 9000, section 16
-	if n > 1 {
-		if _, err := stream.Peek(b[:n]); err != nil {
-			return 0
-		}
-	}
-	v, _ := quicvarint.Read(quicvarint.NewReader(bytes.NewReader(b[:n])))
-	return v
 }
 
 // gatewayAddr returns the gateway's address of an IP version, for the source of

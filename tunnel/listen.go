@@ -174,14 +174,12 @@ func (s *Server) serveConn(ctx context.Context, conn *quic.Conn) {
 		raw.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), "the gateway shuts down")
 	})
 	defer stop()
+	toSession := deliver(conn, h.incoming)
 	go acceptUniStreams(conn, own, raw.HandleUnidirectionalStream, func(stream *quic.ReceiveStream) {
-		if !h.granted.Load() {
+		if h.granted.Load() {
+			toSession(stream)
+		} else {
 			stream.CancelRead(quic.StreamErrorCode(http3.ErrCodeStreamCreationError))
-			return
-		}
-		select {
-		case h.incoming <- stream:
-		case <-conn.Context().Done():
 		}
 	})
 	var wg sync.WaitGroup
@@ -228,8 +226,7 @@ func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			h.server.cfg.Log.Error("a join failed", "remote", addrPort(h.conn.RemoteAddr()), "err", err)
 			refused = &RefusedError{Status: http.StatusInternalServerError, Code: "internal",
 				Text: "the gateway failed to answer; its log says why"}
-		}
-		if h.server.refusals.Allow() {
+		} else if h.server.refusals.Allow() {
 			h.server.cfg.Log.Info("a join was refused", "why", refused.Code, "key", peerFingerprint(h.conn), "from", addrPort(h.conn.RemoteAddr()))
 		}
 		refuse(w, refused)

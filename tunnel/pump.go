@@ -6,9 +6,9 @@ package tunnel
 //     everything else to the datagram queue. Neither waits.
 //  2. writeStream carries an outbox onto a unidirectional stream of its own as
 //     frames of `length | segment size | flags | packet`.
-//  3. writeDatagrams sends the datagram queue as HTTP Datagrams (RFC 9297).
+//  3. writeDatagrams (datagram.go) sends the datagram queue as HTTP Datagrams (RFC 9297).
 //  4. Receive starts readStream for every stream that the peer opens and
-//     readDatagrams, which hand batches to the Sink.
+//     readDatagrams (datagram.go), which hand batches to the Sink.
 
 import (
 	"encoding/binary"
@@ -20,7 +20,6 @@ import (
 	"time"
 
 	"github.com/quic-go/quic-go"
-	"github.com/quic-go/quic-go/quicvarint"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
@@ -34,9 +33,6 @@ const (
 	flagPartial = 1
 
 	batchSize = 128
-
-	maxQueuedDatagrams = 256
-	maxDatagramDelay   = 100 * time.Millisecond
 )
 
 // Send takes packets for the peer and never blocks: what cannot be queued is
@@ -75,89 +71,6 @@ func framed(p *packet.Packet, h packet.Header) bool {
 		(p.Segment == 0 || p.Segment >= packet.MinSegment)
 }
 
-// sendDatagrams queues a packet, segment by segment, for datagrams.
-func (s *Session) sendDatagrams(queue int, p *packet.Packet, h packet.Header, errs Sink) {
-	mtu := s.MTU()
-	if !s.own {
-		packet.ClampMSS(p, h, mtu)
-	}
-	var split packet.Splitter
-	split.Reset(p, h, 0)
-	for b := split.Next(); b != nil; b = split.Next() {
-		s.sendDatagram(queue, b, h, mtu, errs)
-	}
-}
-
-func (s *Session) sendDatagram(queue int, b []byte, h packet.Header, mtu int, errs Sink) {
-	switch {
-	case len(b) <= mtu:
-		s.queueDatagram(b)
-	case h.Version == 4 && !h.DontFragment:
-		// A router's duty (RFC 791, section 2.3).
-		if !packet.FragmentIPv4(b, mtu, s.queueDatagram) {
-			s.drops.Add(packet.DropTooBig, 1)
-		}
-	default:
-		s.drops.Add(packet.DropTooBig, 1)
-		if errs == nil {
-			return
-		}
-		from := s.gatewayAddr(h.Version)
-		if icmp := packet.AppendTooBig(nil, b, from, mtu); icmp != nil {
-			errs.WritePackets(queue, []packet.Packet{{Data: icmp}})
-		}
-	}
-}
-
-// queueDatagram copies a packet into the datagram queue.
-func (s *Session) queueDatagram(b []byte) {
-	d := datagramPool.Get().(*datagram)
-	d.at = time.Now()
-	d.b = append(append(d.b[:0], s.prefix...), b...)
-	select {
-	case s.datagrams <- d:
-	default:
-		s.drops.Add(packet.DropQueueFull, 1)
-		datagramPool.Put(d)
-	}
-}
-
-type datagram struct {
-	at time.Time
-	b  []byte
-}
-
-type datagramQueue chan *datagram
-
-var datagramPool = sync.Pool{New: func() any { return &datagram{b: make([]byte, 0, 1536)} }}
-
-// writeDatagrams sends the datagram queue. What has waited too long is of no
-// use to those who need datagrams, and is dropped.
-func (s *Session) writeDatagrams() {
-	send := s.control.SendDatagram
-	if s.own {
-		send = s.conn.SendDatagram
-	}
-	for {
-		select {
-		case <-s.conn.Context().Done():
-			return
-		case d := <-s.datagrams:
-			if len(s.datagrams) > 0 && time.Since(d.at) > maxDatagramDelay {
-				s.drops.Add(packet.DropQueueFull, 1)
-			} else if err := send(d.b); err != nil {
-				if _, ok := errors.AsType[*quic.DatagramTooLargeError](err); ok {
-					s.drops.Add(packet.DropTooBig, 1)
-					s.path.update(s.datagramSpace())
-				} else {
-					s.drops.Add(packet.DropClosed, 1)
-				}
-			}
-			datagramPool.Put(d)
-		}
-	}
-}
-
 // writeStream writes an outbox to a stream of its own, which it opens when
 // there is something to write.
 func (s *Session) writeStream(queue int) {
@@ -190,20 +103,6 @@ func (s *Session) writeStream(queue int) {
 			chunkPool.Put(c)
 		}
 	}
-}
-
-// openStream opens the stream of a queue: its type, the request that it
-// belongs to, and the queue's number.
-func (s *Session) openStream(queue int) (*quic.SendStream, error) {
-	stream, err := s.conn.OpenUniStreamSync(s.conn.Context())
-	if err != nil {
-		return nil, err
-	}
-	h := quicvarint.Append(nil, streamTypeSuper)
-	h = quicvarint.Append(h, uint64(s.control.StreamID()/4))
-	h = quicvarint.Append(h, uint64(queue))
-	_, err = stream.Write(h)
-	return stream, err
 }
 
 // Receive hands what the peer sends to sink until the session ends, closes it,
@@ -303,115 +202,12 @@ func readFrames(r io.Reader, buf []byte, pkts []packet.Packet, emit func([]packe
 	}
 }
 
-func readStreamHeader(stream *quic.ReceiveStream, id quic.StreamID) (queue int, err error) {
-	r := quicvarint.NewReader(stream)
-	if _, err := quicvarint.Read(r); err != nil { // the type, which brought us here
-		return 0, err
-	}
-	request, err := quicvarint.Read(r)
-	if err != nil {
-		return 0, err
-	}
-	if request != uint64(id/4) {
-		return 0, fmt.Errorf("belongs to request %d, which is not there", request)
-	}
-	q, err := quicvarint.Read(r)
-	if err != nil {
-		return 0, err
-	}
-	if q >= maxStreams {
-		return 0, fmt.Errorf("queue number %d is not below %d", q, maxStreams)
-	}
-	return int(q), nil
-}
-
 // streamEnd forgives the ends that come with the session's.
 func streamEnd(err error) error {
 	if errors.Is(err, io.EOF) {
 		return errors.New("super-packet stream: closed by the other end")
 	}
 	return err
-}
-
-// readDatagrams hands datagrams to the sink, as many at a time as are there,
-// each with the queue of its flow.
-func (s *Session) readDatagrams(sink Sink) {
-	recv := s.control.ReceiveDatagram
-	if s.own {
-		recv = s.conn.ReceiveDatagram
-	}
-	ctx := s.conn.Context()
-	arrived := make(chan []byte, batchSize)
-	go func() {
-		defer close(arrived)
-		for {
-			b, err := recv(ctx)
-			if err != nil {
-				return
-			}
-			if b = s.unwrap(b); b != nil {
-				arrived <- b
-			}
-		}
-	}()
-	queues := len(s.outboxes)
-	batches := make([][]packet.Packet, queues)
-	for b := range arrived {
-		for n := 0; ; n++ {
-			s.sortDatagram(b, batches)
-			if n == batchSize {
-				break
-			}
-			select {
-			case b = <-arrived:
-			default:
-				b = nil
-			}
-			if b == nil {
-				break
-			}
-		}
-		for q := range batches {
-			if len(batches[q]) > 0 {
-				sink.WritePackets(q, batches[q])
-				clear(batches[q])
-				batches[q] = batches[q][:0]
-			}
-		}
-	}
-}
-
-// unwrap takes the prefix off a datagram, or returns nil if it is not of this
-// session.
-func (s *Session) unwrap(b []byte) []byte {
-	if s.own {
-		quarter, n, err := quicvarint.Parse(b)
-		if err != nil || quarter != uint64(s.control.StreamID()/4) {
-			s.drops.Add(packet.DropMalformed, 1)
-			return nil
-		}
-		b = b[n:]
-	}
-	context, n, err := quicvarint.Parse(b)
-	if err != nil || context != 0 {
-		s.drops.Add(packet.DropMalformed, 1)
-		return nil
-	}
-	return b[n:]
-}
-
-func (s *Session) sortDatagram(b []byte, batches [][]packet.Packet) {
-	p := packet.Packet{Data: b}
-	h, err := packet.Parse(b)
-	if err != nil {
-		s.drops.Add(packet.DropMalformed, 1)
-		return
-	}
-	if !s.own {
-		packet.ClampMSS(&p, h, s.MTU())
-	}
-	q := packet.FlowHash(h, b) % uint32(len(batches))
-	batches[q] = append(batches[q], p)
 }
 
 // serveControl serves the request stream, with which the session ends.
