@@ -1,10 +1,14 @@
 package tunnel
 
 import (
+	"context"
+	"errors"
 	"net"
 	"net/netip"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
@@ -93,5 +97,36 @@ func TestDialFindsTheSizeOfASilentPath(t *testing.T) {
 		atServer.wait(t, 1)
 		server.Send(0, []packet.Packet{{Data: udpPacket(far4, client4, server.MTU())}}, nil)
 		atClient.wait(t, 1)
+	}
+}
+
+// Of attempts beside each other only one may hear why nobody answers.
+func TestMoreTelling(t *testing.T) {
+	silent, told := &attempt{err: errors.New("timeout")}, &attempt{err: errors.New("timeout"), lost: unix.ECONNREFUSED}
+	for _, order := range [][]*attempt{{silent, told}, {told, silent}, {silent, told, silent}} {
+		var got *attempt
+		for _, a := range order {
+			got = moreTelling(got, a)
+		}
+		if got != told {
+			t.Errorf("of %d attempts the one that was told why is not chosen", len(order))
+		}
+	}
+}
+
+// A port where nobody listens is said as such, while there is time for an
+// answer and when it is up.
+func TestDialClosedPort(t *testing.T) {
+	c, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed := addrPort(c.LocalAddr())
+	c.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), 2500*time.Millisecond)
+	defer cancel()
+	d := &Dialer{Key: newKey(t)}
+	if _, err := d.Dial(ctx, closed); !errors.Is(err, unix.ECONNREFUSED) || !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Dial = %v, want that the port is closed", err)
 	}
 }

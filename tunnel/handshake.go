@@ -35,6 +35,7 @@ func (d *Dialer) handshake(ctx context.Context, gateway netip.AddrPort) (*attemp
 		}
 	}()
 	smaller := make(chan int, 1) // the path's MTU, when the socket learns it
+	var failed *attempt          // of those that failed, the one that knows most
 	size := 0
 	try := func(next int) {
 		size = next
@@ -48,23 +49,35 @@ func (d *Dialer) handshake(ctx context.Context, gateway netip.AddrPort) (*attemp
 	for {
 		select {
 		case <-ctx.Done():
-			a := <-results // which end with ctx, and know why nobody answered
-			pending--
-			return a, a.err
+			// The attempts end with ctx, and know why nobody answered.
+			for ; pending > 0; pending-- {
+				a := <-results
+				if a.err == nil {
+					pending--
+					return a, nil
+				}
+				failed = moreTelling(failed, a)
+			}
+			return nil, failed.err
 		case a := <-results:
 			pending--
+			if a.err != nil {
+				failed = moreTelling(failed, a)
+			}
 			tooBig := errors.Is(a.err, unix.EMSGSIZE) // for the first device on the way
 			switch next := nextSize(size); {
 			case a.err == nil && a.size < first:
 				try(first)
 				return d.larger(a, results, &pending), nil
-			case a.err == nil || !tooBig && !isTimeout(a.err):
-				return a, a.err
+			case a.err == nil:
+				return a, nil
+			case !tooBig && !isTimeout(a.err):
+				return nil, a.err
 			case pending > 0:
 			case tooBig && next != 0:
 				try(next)
 			default:
-				return nil, a.err
+				return nil, failed.err
 			}
 		case mtu := <-smaller:
 			d.learn(gateway.Addr(), mtu)
@@ -141,8 +154,18 @@ type attempt struct {
 	size    int
 	conn    *quic.Conn
 	err     error
+	lost    error                   // why packets were lost, where the kernel said so
 	release func()                  // closes the socket
 	session atomic.Pointer[Session] // that came of it
+}
+
+// moreTelling returns the failed attempt whose error says more: routers and
+// hosts limit how often they say why, so that not every attempt hears it.
+func moreTelling(before, a *attempt) *attempt {
+	if before != nil && before.lost != nil {
+		return before
+	}
+	return a
 }
 
 // close ends a connection that is not used.
@@ -197,8 +220,8 @@ func (d *Dialer) attempt(ctx context.Context, gateway netip.AddrPort, size int, 
 	if err != nil {
 		a.release()
 		a.err = fmt.Errorf("connect to gateway %v: %w", gateway, handshakeError(err))
-		if last := sock.Stats().LastError; last != nil && isTimeout(err) {
-			a.err = fmt.Errorf("%w (packets were lost: %w)", a.err, last)
+		if a.lost = sock.Stats().LastError; a.lost != nil && isTimeout(err) {
+			a.err = fmt.Errorf("%w (packets were lost: %w)", a.err, a.lost)
 		}
 	}
 	return a
