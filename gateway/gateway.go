@@ -8,9 +8,7 @@ import (
 	"maps"
 	"net"
 	"net/netip"
-	"runtime"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -46,8 +44,6 @@ type Config struct {
 
 const (
 	defaultInterface = "quicvpn-gw"
-	defaultQueues    = 8 // at most
-	maxQueues        = 256
 	// minMTU is what every link carries for IPv6 (RFC 8200, section 5).
 	minMTU = 1280
 	// maxMTU is also the MTU of the TUN device where none is given: sessions
@@ -72,15 +68,14 @@ func (c *Config) fill() error {
 	if c.Interface == "" {
 		c.Interface = defaultInterface
 	}
-	if len(c.Interface) >= unix.IFNAMSIZ || c.Interface == "." || c.Interface == ".." ||
-		strings.ContainsAny(c.Interface, "/:%\"\\ \t\r\n\v\f\x00") {
+	if !tun.PlainName(c.Interface) {
 		return fmt.Errorf("interface name %q: take 1 to %d letters, digits, dots or dashes", c.Interface, unix.IFNAMSIZ-1)
 	}
-	if c.Queues < 0 || c.Queues > maxQueues {
-		return fmt.Errorf("%d queues: take 1 to %d, or 0 for as many as there are CPUs, up to %d", c.Queues, maxQueues, defaultQueues)
+	if c.Queues < 0 || c.Queues > tun.MaxQueues {
+		return fmt.Errorf("%d queues: take 1 to %d, or 0 for as many as there are CPUs, up to %d", c.Queues, tun.MaxQueues, tun.MostDefaultQueues)
 	}
 	if c.Queues == 0 {
-		c.Queues = min(runtime.GOMAXPROCS(0), defaultQueues)
+		c.Queues = tun.DefaultQueues()
 	}
 	if c.MTU != 0 && (c.MTU < minMTU || c.MTU > maxMTU) {
 		return fmt.Errorf("MTU %d: take %d to %d, or 0 to leave it to the path", c.MTU, minMTU, maxMTU)

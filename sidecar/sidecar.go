@@ -14,9 +14,7 @@ import (
 	"net"
 	"net/netip"
 	"path/filepath"
-	"runtime"
 	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -24,6 +22,7 @@ import (
 	"github.com/quicvpn/quicvpn/internal/identity"
 	"github.com/quicvpn/quicvpn/internal/packet"
 	"github.com/quicvpn/quicvpn/internal/token"
+	"github.com/quicvpn/quicvpn/tun"
 	"github.com/quicvpn/quicvpn/tunnel"
 )
 
@@ -36,8 +35,6 @@ const (
 	Table = Mark // 20822
 
 	defaultInterface = "quicvpn0"
-	maxDefaultQueues = 8
-	maxQueues        = 256
 
 	// minIPv6MTU is what a link must carry to bear IPv6 (RFC 8200, section 5).
 	minIPv6MTU = 1280
@@ -173,15 +170,14 @@ func (s *Sidecar) configure() error {
 	if c.Interface == "" {
 		c.Interface = defaultInterface
 	}
-	if len(c.Interface) > 15 || c.Interface == "." || c.Interface == ".." || c.Interface == "lo" ||
-		strings.ContainsAny(c.Interface, "/:% \t\r\n\x00") {
+	if !tun.PlainName(c.Interface) {
 		return refuse("Interface", "%q is no name for a TUN device: use 1 to 15 letters and digits", c.Interface)
 	}
-	if c.Queues < 0 || c.Queues > maxQueues {
-		return refuse("Queues", "%d is out of range: 1 to %d, or 0 for one a CPU", c.Queues, maxQueues)
+	if c.Queues < 0 || c.Queues > tun.MaxQueues {
+		return refuse("Queues", "%d is out of range: 1 to %d, or 0 for one a CPU", c.Queues, tun.MaxQueues)
 	}
 	if c.Queues == 0 {
-		c.Queues = min(runtime.GOMAXPROCS(0), maxDefaultQueues)
+		c.Queues = tun.DefaultQueues()
 	}
 	if c.MTU != 0 && (c.MTU < minIPv6MTU || c.MTU > maxMTU) {
 		return refuse("MTU", "%d is out of range: %d to %d, or 0 to follow the path", c.MTU, minIPv6MTU, maxMTU)

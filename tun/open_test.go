@@ -374,3 +374,15 @@ func TestLinkDeleted(t *testing.T) {
 		t.Errorf("write: %v", err)
 	}
 }
+
+func TestPlainName(t *testing.T) {
+	for name, want := range map[string]bool{
+		"quicvpn0": true, "a": true, "fifteen-letters": true, "tun.1_x": true,
+		"": false, "sixteen-letters0": false, ".": false, "..": false, "lo": false,
+		"a/b": false, "a b": false, "a:1": false, "tun%d": false, `a"b`: false, `a\b`: false, "a\x00": false, "a\n": false,
+	} {
+		if got := PlainName(name); got != want {
+			t.Errorf("PlainName(%q) = %v, want %v", name, got, want)
+		}
+	}
+}

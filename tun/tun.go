@@ -25,9 +25,22 @@ const (
 	MinMTU = 576
 	MaxMTU = 65535
 
-	maxQueues     = 256 // the kernel's MAX_TAP_QUEUES
-	defaultQueues = 8
+	// MaxQueues is the kernel's MAX_TAP_QUEUES.
+	MaxQueues = 256
+	// MostDefaultQueues bounds what DefaultQueues returns.
+	MostDefaultQueues = 8
 )
+
+// DefaultQueues is the number of queues where nobody says: one for each CPU that
+// Go uses, and no more than help.
+func DefaultQueues() int { return min(runtime.GOMAXPROCS(0), MostDefaultQueues) }
+
+// PlainName says whether a name is one that Linux takes for a new link as it is,
+// and that nftables and sysctls take without quoting.
+func PlainName(name string) bool {
+	return name != "" && len(name) < unix.IFNAMSIZ && name != "." && name != ".." && name != "lo" &&
+		!strings.ContainsAny(name, "/:%\"\\ \t\r\n\v\f\x00")
+}
 
 // A Config says what device to open.
 type Config struct {
@@ -61,8 +74,8 @@ func (c *Config) validate() error {
 	switch {
 	case len(c.Name) >= unix.IFNAMSIZ || strings.ContainsAny(c.Name, "/: \t\n") || c.Name == "." || c.Name == "..":
 		return fmt.Errorf("tun: Name %q: a link's name has at most %d bytes, and no slash, colon or space in it", c.Name, unix.IFNAMSIZ-1)
-	case c.Queues < 0 || c.Queues > maxQueues:
-		return fmt.Errorf("tun: Queues %d: too many queues, a TUN device has 1 to %d", c.Queues, maxQueues)
+	case c.Queues < 0 || c.Queues > MaxQueues:
+		return fmt.Errorf("tun: Queues %d: too many queues, a TUN device has 1 to %d", c.Queues, MaxQueues)
 	case c.MTU != 0 && (c.MTU < MinMTU || c.MTU > MaxMTU):
 		return fmt.Errorf("tun: MTU %d: choose one from %d to %d, or 0 for the link's own", c.MTU, MinMTU, MaxMTU)
 	case c.TxQueueLen < 0:
@@ -74,7 +87,7 @@ func (c *Config) validate() error {
 		c.Name = "quic%d"
 	}
 	if c.Queues == 0 {
-		c.Queues = min(runtime.GOMAXPROCS(0), defaultQueues)
+		c.Queues = DefaultQueues()
 	}
 	if c.Drops == nil {
 		c.Drops = new(packet.Drops)
