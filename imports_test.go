@@ -35,7 +35,10 @@ var rules = []struct {
 	room string
 	may  []string
 }{
-	{".", []string{"gateway", "sidecar", "internal/settings", "internal/token"}},
+	{".", []string{"driver", "gateway", "sidecar", "internal/settings", "internal/token"}},
+	{"driver/hub/...", []string{"tunnel", "tun", "internal/..."}},
+	{"driver/publish/...", []string{"internal/..."}},
+	{"driver/...", []string{"driver/...", "sidecar", "tunnel", "tun", "internal/..."}},
 	{"gateway/...", []string{"tunnel", "tun", "internal/..."}},
 	{"sidecar/...", []string{"tunnel", "tun", "internal/..."}},
 	{"tunnel/...", []string{"tunnel/...", "internal/packet"}},
@@ -47,7 +50,7 @@ var rules = []struct {
 }
 
 // tools test, measure and show: they may import all the house.
-var tools = []string{"e2e", "internal/demo", "internal/bench"}
+var tools = []string{"e2e", "internal/demo", "internal/bench", "internal/dockerlab"}
 
 func matches(pattern, name string) bool {
 	below, ok := strings.CutSuffix(pattern, "/...")
@@ -92,7 +95,7 @@ func check(p *goPackage) (violations []string) {
 	for _, path := range p.Imports {
 		ours := strings.HasPrefix(path, module)
 		switch {
-		case ours && relative(path) == "internal/netlab" && !isTool(name):
+		case ours && (relative(path) == "internal/netlab" || relative(path) == "internal/dockerlab") && !isTool(name):
 			refuse(path, "the test kit is for tests, the demo and benchmarks")
 		case ours && !isTool(name) && !matchesAny(rules[i].may, relative(path)):
 			refuse(path, "imports point one way")
