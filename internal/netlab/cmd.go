@@ -16,7 +16,8 @@ import (
 
 // A Cmd is an exec.Cmd whose process starts inside a namespace. It leads a
 // process group, and the group is killed when the lab ends; the process itself
-// also when this process dies. Use the methods here in place of exec.Cmd's own.
+// also when this process dies, but for those of NS.Join. Use the methods here in
+// place of exec.Cmd's own.
 type Cmd struct {
 	*exec.Cmd
 	ns   *NS
@@ -46,13 +47,19 @@ func (c *Cmd) Start() error {
 		c.SysProcAttr = &syscall.SysProcAttr{}
 	}
 	c.SysProcAttr.Setpgid = true
-	c.SysProcAttr.Pdeathsig = syscall.SIGKILL
+	if !c.ns.joined {
+		c.SysProcAttr.Pdeathsig = syscall.SIGKILL
+	}
 	if !c.ns.lab.enter() {
 		return fmt.Errorf("start in namespace %s: %w", c.ns.Name, net.ErrClosed)
 	}
 	defer c.ns.lab.inside.Done()
 	started := make(chan error, 1)
-	c.ns.calls <- func() { started <- c.Cmd.Start() }
+	select {
+	case c.ns.calls <- func() { started <- c.Cmd.Start() }:
+	case <-c.ns.gone:
+		started <- net.ErrClosed
+	}
 	if err := <-started; err != nil {
 		return fmt.Errorf("start in namespace %s: %w", c.ns.Name, err)
 	}

@@ -22,41 +22,59 @@ type NS struct {
 	lab      *Lab
 	net, mnt *os.File
 	nl       *netlink.Handle
+	joined   bool // by Join
 	// calls run on the one thread that lives as long as the namespace: a command
 	// started there may ask to die with its parent thread.
 	calls chan func()
+	stop  chan struct{} // closed to end that thread
+	gone  chan struct{} // closed when it has ended
 }
 
 // NS makes a namespace: loopback up, nothing forwarded, no source filter; IPv6
 // addresses need no duplicate address detection and stay when a link goes down.
 func (l *Lab) NS(name string) *NS {
 	l.tb.Helper()
-	n := &NS{Name: name, lab: l, calls: make(chan func())}
+	n := &NS{Name: name}
+	if err := l.live(n, n.enterNew); err != nil {
+		l.tb.Fatalf("make network namespace %s: %v", name, err)
+	}
+	l.onClose(n.close)
+	return n
+}
+
+// live starts the thread of a namespace, which enter moves there for good.
+func (l *Lab) live(n *NS, enter func() error) error {
+	n.lab, n.calls, n.stop, n.gone = l, make(chan func()), make(chan struct{}), make(chan struct{})
 	ready := make(chan error)
-	gone := make(chan struct{})
 	onOwnThread(func() {
-		defer close(gone)
-		err := n.enterNew()
+		defer close(n.gone)
+		err := enter()
 		ready <- err
 		if err != nil {
 			return
 		}
-		for f := range n.calls {
-			f()
+		for {
+			select {
+			case f := <-n.calls:
+				f()
+			case <-n.stop:
+				return
+			}
 		}
 	})
-	if err := <-ready; err != nil {
-		<-gone
-		l.tb.Fatalf("make network namespace %s: %v", name, err)
+	err := <-ready
+	if err != nil {
+		<-n.gone
 	}
-	l.onClose(func() {
-		close(n.calls)
-		<-gone
-		n.nl.Close()
-		n.net.Close()
-		n.mnt.Close()
-	})
-	return n
+	return err
+}
+
+func (n *NS) close() {
+	close(n.stop)
+	<-n.gone
+	n.nl.Close()
+	n.net.Close()
+	n.mnt.Close()
 }
 
 // enterNew moves the calling thread, for good, to new namespaces and keeps them.
