@@ -3,6 +3,7 @@ package sidecar
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/netip"
 	"slices"
@@ -39,6 +40,7 @@ const (
 type connector struct {
 	host string // a name or an address
 	port uint16
+	hint string // what to do where the name cannot be resolved
 
 	dial   func(ctx context.Context, gateway netip.AddrPort) (session, error)
 	lookup func(ctx context.Context, host string) ([]netip.Addr, error)
@@ -52,6 +54,9 @@ type connector struct {
 	adopt  func(session) tunnel.Sink
 	resize func(session)
 	drop   func(session)
+	// fail is called with what is wrong, in words for people, and with nil when
+	// it has passed without another session.
+	fail func(error)
 	// moved receives a value when the way to the gateway has changed: it is worth
 	// to try at once.
 	moved <-chan struct{}
@@ -144,6 +149,7 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 		case <-s.ended:
 			c.judge(s)
 			why := whyEnded(s.why)
+			c.fail(fmt.Errorf("the session ended: %s", why))
 			if times, say := c.said.say(why, time.Now()); say {
 				c.log.Warn("the session ended; connecting again", "why", why, "times", times)
 			}
@@ -158,6 +164,7 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 				continue
 			}
 			c.judge(s)
+			c.fail(errSilent)
 			c.log.Warn("the gateway does not answer; connecting beside the old session")
 			if next := c.replace(ctx, s, at); next != nil {
 				return next
@@ -220,6 +227,7 @@ func (c *connector) replace(ctx context.Context, s *running, heard time.Time) se
 				continue
 			}
 			if at, _ := s.LastReceived(); !at.Equal(heard) {
+				c.fail(nil)
 				c.log.Info("the gateway answers again")
 				cancel()
 				// One that was quicker than that is the one that the gateway knows.
@@ -275,6 +283,7 @@ func (c *connector) connect(ctx context.Context) session {
 		case s := <-won:
 			return s
 		case f := <-failed:
+			c.fail(f.err)
 			if times, say := c.said.say(f.err.Error(), time.Now()); say {
 				c.log.Warn("cannot connect; trying again for as long as it takes", "error", f.err, "times", times)
 			}
@@ -352,6 +361,9 @@ func targets(addrs []netip.Addr, best netip.Addr) []netip.Addr {
 
 // errNoAddress is what a name without addresses is.
 var errNoAddress = errors.New("the name has no address")
+
+// errSilent is what is wrong with a session that is owed an answer for too long.
+var errSilent = errors.New("the gateway does not answer")
 
 // quicker is why the loser of a race is closed.
 const quicker = "another attempt was quicker"

@@ -108,9 +108,9 @@ func (d *device) WritePackets(queue int, pkts []packet.Packet) {
 	}
 }
 
-// pump reads all queues and hands what it reads to the session of the moment,
-// until ctx ends or the device fails. It closes the device.
-func (d *device) pump(ctx context.Context, current func() session) error {
+// pump reads all queues and hands what it reads to the link, until ctx ends or
+// the device fails. It closes the device.
+func (d *device) pump(ctx context.Context, link *Link) error {
 	g, ctx := errgroup.WithContext(ctx)
 	defer context.AfterFunc(ctx, func() { d.Close() })()
 	for i, q := range d.queues {
@@ -121,11 +121,7 @@ func (d *device) pump(ctx context.Context, current func() session) error {
 				if err != nil {
 					return err
 				}
-				if s := current(); s != nil {
-					s.Send(i, pkts[:n], d)
-				} else {
-					d.drops.Add(packet.DropNoSession, n)
-				}
+				link.Send(i, pkts[:n], d)
 			}
 		})
 	}
@@ -134,10 +130,10 @@ func (d *device) pump(ctx context.Context, current func() session) error {
 
 // pump carries packets until ctx ends. A device that something else has taken
 // away is opened again.
-func (n *network) pump(ctx context.Context) error {
+func (n *network) pump(ctx context.Context, link *Link) error {
 	for ctx.Err() == nil {
 		dev := n.dev.Load()
-		err := dev.pump(ctx, n.session)
+		err := dev.pump(ctx, link)
 		if ctx.Err() != nil {
 			break
 		}

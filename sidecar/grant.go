@@ -119,11 +119,11 @@ func (n *network) warnLocked(links []uplink) {
 	n.overlap = now
 }
 
-// check refuses a session whose grant cannot be used here.
-func (n *network) check(s session) error {
+// check refuses a grant that cannot be used here.
+func (n *network) check(g tunnel.Grant) error {
 	links, err := uplinks(n.nl, n.cfg.Interface)
 	if err != nil {
 		return err
 	}
-	return checkGrant(s.Grant(), links)
+	return checkGrant(g, links)
 }

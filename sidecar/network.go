@@ -34,10 +34,8 @@ type network struct {
 	moved   chan struct{}
 	watches []*watch
 
-	// dev is nil while the device is opened again; current is nil while there is
-	// no session to take the device's packets.
-	dev     atomic.Pointer[device]
-	current atomic.Pointer[session]
+	// dev is nil while the device is opened again.
+	dev atomic.Pointer[device]
 
 	mu      sync.Mutex // guards what follows
 	kill    *killSwitch
@@ -45,9 +43,8 @@ type network struct {
 	heir    bool // the kill switch was there before this run
 	want    wanted
 	way     way
-	adopted time.Time // when the session of the moment was
-	noIPv6  string    // why there is no IPv6, as last said
-	overlap string    // of addresses, as last said
+	noIPv6  string // why there is no IPv6, as last said
+	overlap string // of addresses, as last said
 	trouble repeated
 }
 
@@ -261,12 +258,6 @@ func (n *network) grantedLocked() (v4, v6 []netip.Addr) {
 
 // keep repairs what something else has changed, until ctx ends.
 func (n *network) keep(ctx context.Context) error {
-	const (
-		// Changes come in bursts.
-		settle = 50 * time.Millisecond
-		// Should the kernel's reports fail, the look that nobody asked for.
-		anyway = 5 * time.Second
-	)
 	for {
 		select {
 		case <-ctx.Done():
@@ -321,20 +312,16 @@ func (n *network) update(change func(*wanted)) {
 	n.complain(err)
 }
 
-// adopt makes a session the one that packets go to, and returns the sink for
-// those that come from it.
-func (n *network) adopt(s session) tunnel.Sink {
-	grant := s.Grant()
+// adopt gives the namespace its place in the network, by a session's grant and
+// MTU, and returns the sink for the packets that come from the session.
+func (n *network) adopt(grant tunnel.Grant, mtu int) tunnel.Sink {
 	for i, a := range grant.Addresses {
 		grant.Addresses[i] = a.Unmap()
 	}
 	n.mu.Lock()
 	before := n.want.grant
-	n.adopted = time.Now()
-	mtu := n.mtuLocked(s)
 	n.mu.Unlock()
 	n.update(func(w *wanted) { w.grant, w.mtu = &grant, mtu })
-	n.current.Store(&s)
 	if before == nil || !slices.Equal(before.Addresses, grant.Addresses) || before.Network != grant.Network {
 		n.log.Info("this namespace's place in the network", "network", grant.Network, "addresses", grant.Addresses, "mtu", mtu)
 		if !wholeInternet(grant) {
@@ -344,44 +331,11 @@ func (n *network) adopt(s session) tunnel.Sink {
 	return &inbox{device: n.dev.Load, own: grant.Addresses, drops: n.drops}
 }
 
-// session returns the session that takes the device's packets, or nil.
-func (n *network) session() session {
-	if s := n.current.Load(); s != nil {
-		return *s
-	}
-	return nil
-}
-
-// release takes the place from a session that has ended.
-func (n *network) release(s session) {
-	if p := n.current.Load(); p != nil && *p == s {
-		n.current.CompareAndSwap(p, nil)
-	}
-}
-
 // resize follows a session's MTU.
-func (n *network) resize(s session) {
-	var before, mtu int
-	n.update(func(w *wanted) {
-		before, mtu = w.mtu, n.mtuLocked(s)
-		w.mtu = mtu
-	})
+func (n *network) resize(mtu int) {
+	var before int
+	n.update(func(w *wanted) { before, w.mtu = w.mtu, mtu })
 	if mtu != before {
 		n.log.Info("the path's MTU changed", "mtu", mtu)
 	}
-}
-
-// mtuLocked is the device's MTU for a session's. The least is what every IPv4
-// host must take (RFC 791, section 3.1). A session that has just begun may still
-// find out that its path carries more, so that IPv6 is not given up at once:
-// what does not fit is answered meanwhile.
-func (n *network) mtuLocked(s session) int {
-	mtu := s.MTU()
-	if time.Since(n.adopted) < probing {
-		mtu = max(mtu, minIPv6MTU)
-	}
-	if n.cfg.MTU != 0 {
-		mtu = min(mtu, n.cfg.MTU)
-	}
-	return max(mtu, 576)
 }

@@ -14,7 +14,7 @@ func TestNewSessionKeepsIPv6(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSession(netip.AddrPort{})
 		s.mtu = 1161
-		n := &network{adopted: time.Now()}
+		n := &Link{adopted: time.Now()}
 		if got := n.mtuLocked(s); got != minIPv6MTU {
 			t.Errorf("at first the MTU is %d, want %d", got, minIPv6MTU)
 		}

@@ -14,15 +14,14 @@ import (
 	"time"
 )
 
-// A resolver finds the gateway's addresses, past the tunnel: its sockets have
-// our mark, so that neither a dead tunnel nor the kill switch is in the way.
+// A resolver finds the gateway's addresses, past the tunnel: a sidecar's sockets
+// have our mark, so that neither a dead tunnel nor the kill switch is in the way.
 //
 // Docker's own name server, 127.0.0.11, asks others from this namespace without
 // our mark, and gets no answer while there is no tunnel. Newer engines write
 // into resolv.conf which ones it asks: those are then asked directly.
 type resolver struct {
-	// allow is called with a name server before it is asked. Required.
-	allow func(server netip.AddrPort)
+	out wayOut
 	// conf is the path of resolv.conf; empty means /etc/resolv.conf.
 	conf string
 }
@@ -105,10 +104,10 @@ func (r *resolver) dial(ctx context.Context, network, server string) (net.Conn, 
 	if err != nil {
 		return nil, fmt.Errorf("name server %q: %w", server, err)
 	}
-	if !addr.Addr().IsLoopback() {
-		r.allow(netip.AddrPortFrom(addr.Addr().Unmap().WithZone(""), addr.Port()))
+	if r.out.nameServer != nil && !addr.Addr().IsLoopback() {
+		r.out.nameServer(netip.AddrPortFrom(addr.Addr().Unmap().WithZone(""), addr.Port()))
 	}
-	return dialMarked(ctx, network, server)
+	return dialMarked(ctx, r.out.mark, network, server)
 }
 
 func (r *resolver) behindDocker() []netip.Addr {

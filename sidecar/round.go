@@ -126,7 +126,7 @@ func (c *connector) resolve(ctx context.Context) <-chan resolution {
 			err = errNoAddress
 		}
 		if err != nil {
-			ch <- resolution{err: unresolved(c.host, err)}
+			ch <- resolution{err: c.unresolved(err)}
 			return
 		}
 		c.mu.Lock()
@@ -185,7 +185,7 @@ func (c *connector) address() string { return net.JoinHostPort(c.host, strconv.I
 // unanswered is the error of attempts that the round's timeout cut off.
 func (c *connector) unanswered(pending int) error {
 	if pending == 0 {
-		return unresolved(c.host, errors.New("no answer from the name servers"))
+		return c.unresolved(errors.New("no answer from the name servers"))
 	}
 	return c.explain(netip.Addr{}, fmt.Errorf("handshake: %w", context.DeadlineExceeded))
 }

@@ -8,14 +8,13 @@ package sidecar
 
 import (
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/netip"
 	"path/filepath"
 	"strconv"
-	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -92,25 +91,11 @@ type Config struct {
 // A Sidecar carries the traffic of the network namespace that it runs in.
 type Sidecar struct {
 	cfg   Config
-	host  string // of the gateway: a name or an IP address
-	port  uint16
+	key   ed25519.PrivateKey
 	drops packet.Drops
 
-	// dial opens a session.
+	// dial opens a session; nil means by QUIC.
 	dial func(ctx context.Context, gateway netip.AddrPort) (session, error)
-}
-
-// A session is what the sidecar uses of a *tunnel.Session.
-type session interface {
-	Grant() tunnel.Grant
-	Remote() netip.AddrPort
-	RTT() time.Duration
-	MTU() int
-	MTUChanged() <-chan struct{}
-	Send(queue int, pkts []packet.Packet, errs tunnel.Sink)
-	Receive(sink tunnel.Sink) error
-	LastReceived() (at time.Time, waiting bool)
-	Close(reason string) error
 }
 
 // New checks the configuration and loads the client's key, or makes it. It
@@ -127,43 +112,16 @@ func New(cfg Config) (*Sidecar, error) {
 	if created {
 		s.cfg.Log.Info("made this client's key; keep the state directory, the key is the client's identity", "dir", cfg.StateDir)
 	}
-	dialer := &tunnel.Dialer{
-		Key:    key,
-		Pin:    cfg.Token.Pin,
-		Secret: cfg.Token.SecretText(),
-		Mark:   Mark,
-		Queues: s.cfg.Queues,
-		MTU:    cfg.MTU,
-		Drops:  &s.drops,
-		Log:    s.cfg.Log,
-
-		DisableOffload: cfg.DisableOffload,
-	}
-	s.dial = func(ctx context.Context, gateway netip.AddrPort) (session, error) {
-		if err := checkWay(ctx, gateway); err != nil {
-			return nil, err
-		}
-		t, err := dialer.Dial(ctx, gateway)
-		if err != nil {
-			return nil, err
-		}
-		return t, nil
-	}
+	s.key = key
 	return s, nil
 }
 
 // configure validates the configuration and fills in what it leaves open.
 func (s *Sidecar) configure() error {
 	c := &s.cfg
-	host, port, err := net.SplitHostPort(c.Token.Address)
-	if err != nil {
-		return refuse("Token", "no gateway address: give the join token that `quicvpn token create` printed on the gateway")
+	if _, _, err := gatewayOf(c.Token); err != nil {
+		return err
 	}
-	n, err := strconv.ParseUint(port, 10, 16)
-	if err != nil || n == 0 || host == "" {
-		return refuse("Token", "the gateway's address %q is not host:port: make another token on the gateway", c.Token.Address)
-	}
-	s.host, s.port = host, uint16(n)
 	if c.StateDir == "" {
 		return refuse("StateDir", "empty: give a directory that outlives the process, the client's key is kept there")
 	}
@@ -173,14 +131,12 @@ func (s *Sidecar) configure() error {
 	if !tun.PlainName(c.Interface) {
 		return refuse("Interface", "%q is no name for a TUN device: use 1 to 15 letters and digits", c.Interface)
 	}
-	if c.Queues < 0 || c.Queues > tun.MaxQueues {
-		return refuse("Queues", "%d is out of range: 1 to %d, or 0 for one a CPU", c.Queues, tun.MaxQueues)
+	var err error
+	if c.Queues, err = queuesOf(c.Queues); err != nil {
+		return err
 	}
-	if c.Queues == 0 {
-		c.Queues = tun.DefaultQueues()
-	}
-	if c.MTU != 0 && (c.MTU < minIPv6MTU || c.MTU > maxMTU) {
-		return refuse("MTU", "%d is out of range: %d to %d, or 0 to follow the path", c.MTU, minIPv6MTU, maxMTU)
+	if err := checkMTU(c.MTU); err != nil {
+		return err
 	}
 	if c.KillSwitch < KillSwitchOn || c.KillSwitch > KillSwitchOff {
 		return refuse("KillSwitch", "%v: use KillSwitchOn, KillSwitchKeep or KillSwitchOff", c.KillSwitch)
@@ -225,24 +181,41 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 	}
 	n.report()
 
-	c := &connector{
-		host:   s.host,
-		port:   s.port,
-		dial:   s.dial,
-		check:  n.check,
-		lookup: (&resolver{allow: n.allowResolver}).lookup,
-		allow:  n.allowGateways,
-		adopt:  n.adopt,
-		resize: n.resize,
-		drop:   n.release,
-		moved:  n.moved,
-		log:    s.cfg.Log,
+	link, err := s.link(n)
+	if err != nil {
+		return err
 	}
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return n.keep(ctx) })
-	g.Go(func() error { return n.pump(ctx) })
-	g.Go(func() error { c.run(ctx); return nil })
+	g.Go(func() error { return n.pump(ctx, link) })
+	g.Go(func() error { return link.Run(ctx) })
 	err = g.Wait()
 	s.cfg.Log.Info("stopped", "drops", s.drops.Snapshot())
 	return err
+}
+
+// link returns the link whose sessions carry the namespace's traffic.
+func (s *Sidecar) link(n *network) (link *Link, err error) {
+	link, err = newLink(LinkConfig{
+		Token:          s.cfg.Token,
+		Key:            s.key,
+		Queues:         s.cfg.Queues,
+		MTU:            s.cfg.MTU,
+		Drops:          &s.drops,
+		Log:            s.cfg.Log,
+		DisableOffload: s.cfg.DisableOffload,
+
+		Check:     n.check,
+		Connected: func(g tunnel.Grant) tunnel.Sink { return n.adopt(g, link.MTU()) },
+		Changed:   func() { n.resize(link.MTU()) },
+	}, wayOut{
+		mark:       Mark,
+		gateways:   n.allowGateways,
+		nameServer: n.allowResolver,
+		moved:      n.moved,
+		dial:       s.dial,
+		hint: "while there is no tunnel, only name servers that this namespace reaches by itself can answer; " +
+			"give the name an address in /etc/hosts (Compose: extra_hosts), or make a token with the gateway's IP address",
+	})
+	return link, err
 }

@@ -275,7 +275,7 @@ func TestExplain(t *testing.T) {
 	}
 	// A no says more than no answer, and that more than no way.
 	no, blocked := c.explain(addr4a, tunnel.ErrPin), c.explain(addr4a, idle{})
-	noway, noname := c.explain(addr4a, unix.ENETUNREACH), unresolved("gateway.example", errNoAddress)
+	noway, noname := c.explain(addr4a, unix.ENETUNREACH), c.unresolved(errNoAddress)
 	if got := worst([]error{noway, blocked, no, noname, context.Canceled}); got != no {
 		t.Errorf("worst: %v", got)
 	}

@@ -57,7 +57,7 @@ type toySession struct {
 }
 
 func dialToy(ctx context.Context, gateway netip.AddrPort) (session, error) {
-	conn, err := dialMarked(ctx, "udp", gateway.String())
+	conn, err := dialMarked(ctx, Mark, "udp", gateway.String())
 	if err != nil {
 		return nil, err
 	}

@@ -65,10 +65,9 @@ func (c *connector) explain(a netip.Addr, err error) error {
 }
 
 // unresolved puts the error of a lookup into words.
-func unresolved(host string, err error) error {
-	return &trouble{weight: noName, cause: err, text: fmt.Sprintf("the gateway's name %s cannot be resolved: %v: "+
-		"while there is no tunnel, only name servers that this namespace reaches by itself can answer; "+
-		"give the name an address in /etc/hosts (Compose: extra_hosts), or make a token with the gateway's IP address", host, withoutPorts(err))}
+func (c *connector) unresolved(err error) error {
+	return &trouble{weight: noName, cause: err,
+		text: fmt.Sprintf("the gateway's name %s cannot be resolved: %v: %s", c.host, withoutPorts(err), c.hint)}
 }
 
 // withoutPorts shortens the error of a lookup to what is the same each time.

@@ -10,7 +10,6 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"go4.org/netipx"
-	"golang.org/x/sys/unix"
 )
 
 // An uplink is an interface beside the tunnel and loopback.
@@ -68,7 +67,7 @@ func uplinks(h *netlink.Handle, tun string) ([]uplink, error) {
 		if a.Flags&net.FlagLoopback != 0 || a.Name == tun {
 			continue
 		}
-		u := uplink{name: a.Name, flags: fmt.Sprintf("%x", a.RawFlags&(unix.IFF_UP|unix.IFF_RUNNING|unix.IFF_LOWER_UP))}
+		u := uplink{name: a.Name, flags: carrier(a)}
 		var set netipx.IPSetBuilder
 		for _, ad := range addrs {
 			if ad.LinkIndex == a.Index {

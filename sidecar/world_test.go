@@ -78,6 +78,7 @@ type world struct {
 	adopted  []*fakeSession
 	dropped  int
 	resized  []int
+	failure  error
 	unusable error // what is wrong with every session
 	answer   func(ctx context.Context, gateway netip.AddrPort) (session, error)
 	resolved func(ctx context.Context) ([]netip.Addr, error)
@@ -118,7 +119,9 @@ func newWorld(host string) *world {
 			w.adopted = append(w.adopted, s.(*fakeSession))
 			return nil
 		},
+		hint:   "use extra_hosts",
 		check:  func(s session) error { return w.unusable },
+		fail:   func(err error) { w.mu.Lock(); defer w.mu.Unlock(); w.failure = err },
 		drop:   func(session) { w.mu.Lock(); defer w.mu.Unlock(); w.dropped++ },
 		resize: func(s session) { w.mu.Lock(); defer w.mu.Unlock(); w.resized = append(w.resized, s.MTU()) },
 	}
