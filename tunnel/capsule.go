@@ -25,7 +25,8 @@ const (
 	maxCapsuleEntries = 1000
 )
 
-// A capsule is one of addressAssign, addressRequest and routeAdvertisement.
+// A capsule is one of addressAssign, addressRequest and routeAdvertisement, or
+// one of our own: peerList and leave.
 type capsule interface {
 	capsuleType() http3.CapsuleType
 	// check returns why the capsule would be malformed.
@@ -169,6 +170,10 @@ func capsuleName(typ http3.CapsuleType) string {
 		return "ADDRESS_REQUEST"
 	case capsuleRouteAdvertisement:
 		return "ROUTE_ADVERTISEMENT"
+	case capsulePeers:
+		return "PEERS"
+	case capsuleLeave:
+		return "LEAVE"
 	}
 	return ""
 }
@@ -181,6 +186,11 @@ func parseCapsule(typ http3.CapsuleType, value []byte) (capsule, error) {
 	case capsuleAddressRequest:
 		as, err := parseAddresses(value)
 		return addressRequest(as), err
+	case capsulePeers:
+		c, err := parseRoutes(value)
+		return peerList(c), err
+	case capsuleLeave:
+		return parseLeave(value)
 	default:
 		return parseRoutes(value)
 	}

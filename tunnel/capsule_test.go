@@ -61,6 +61,10 @@ func TestCapsuleBytes(t *testing.T) {
 			"06 20010db8000000000000000000000001 20010db8000000000000000000000002 3a",
 			routeAdvertisement{ipRange("192.0.2.1", "192.0.2.1", 0), ipRange("192.0.2.5", "192.0.2.5", 17),
 				ipRange("2001:db8::1", "2001:db8::2", 58)}},
+		{"peers", "b1767074 14 04 0a5b0000 0a5bffff 00 04 ac120000 ac12ffff 00",
+			peerList{ipRange("10.91.0.0", "10.91.255.255", 0), ipRange("172.18.0.0", "172.18.255.255", 0)}},
+		{"no peers", "b1767074 00", peerList{}},
+		{"leave", "b1767075 00", leave{}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			wire := unhex(t, tc.wire)
@@ -109,6 +113,11 @@ func TestCapsuleMalformed(t *testing.T) {
 		{"also for all", "03 1e 04 0a000000 0a0000ff 00 04 0b000000 0b0000ff 00 04 0a0000ff 0a0001ff 06", "and for all"},
 		{"around one for all", "03 14 04 0a000010 0a000020 00 04 0a000000 0a0001ff 06", "and for all"},
 		{"range cut short", "03 05 04 0a000001", "unexpected EOF"},
+		{"peers for TCP", "b1767074 0a 04 0a000000 0a0000ff 06", "for protocol 6"},
+		{"peers are no prefix", "b1767074 0a 04 0a000000 0a000002 00", "is no prefix"},
+		{"peers overlap", "b1767074 14 04 0a000000 0a0000ff 00 04 0a000080 0a0000ff 00", "does not come after"},
+		{"peers cut short", "b1767074 05 04 0a000001", "unexpected EOF"},
+		{"leave with a value", "b1767075 01 00", "has a value"},
 		{"protocol missing", "03 09 04 0a000001 0a000001", "unexpected EOF"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -359,7 +368,8 @@ func TestCapsulePrefixesCoverRanges(t *testing.T) {
 func FuzzCapsule(f *testing.F) {
 	for _, s := range []string{
 		"01 07 01 04 c000020b 20", "02 07 01 04 00000000 20", "03 0a 04 00000000 ffffffff 00",
-		"01 00", "03 00", "02 00", "29 03 010203 01 00",
+		"01 00", "03 00", "02 00", "29 03 010203 01 00", "b1767075 00",
+		"b1767074 14 04 0a5b0000 0a5bffff 00 04 ac120000 ac12ffff 00",
 		"03 36 04 c0000201 c0000201 00 04 c0000205 c0000205 11 06 20010db8000000000000000000000001 20010db8000000000000000000000002 3a",
 	} {
 		f.Add(unhex(f, s))

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"io"
 	"net/netip"
+	"slices"
 	"sync"
+	"time"
 
 	"github.com/quic-go/quic-go"
 	"github.com/quic-go/quic-go/http3"
@@ -23,6 +25,7 @@ type requestStream interface {
 	StreamID() quic.StreamID
 	SendDatagram(b []byte) error
 	ReceiveDatagram(ctx context.Context) ([]byte, error)
+	SetWriteDeadline(t time.Time) error
 }
 
 // A control is a session's request stream, on which capsules go both ways.
@@ -61,7 +64,7 @@ func (c *control) sendGrant(g Grant) error {
 	if err != nil {
 		return err
 	}
-	return c.send(assign(g.Addresses, nil), routes)
+	return c.send(assign(g, nil), routes)
 }
 
 // readGrant reads capsules until addresses and routes are there.
@@ -76,12 +79,7 @@ func readGrant(r io.Reader, g *Grant) error {
 		switch c := c.(type) {
 		case addressAssign:
 			addresses = true
-			g.Addresses = nil // each list replaces the last
-			for _, a := range c {
-				if a.Prefix.IsSingleIP() && !a.refused() {
-					g.Addresses = append(g.Addresses, a.Prefix.Addr())
-				}
-			}
+			g.Addresses, g.Block = c.own() // each list replaces the last
 		case routeAdvertisement:
 			routes = true
 			if g.Routes, err = c.prefixes(); err != nil {
@@ -95,12 +93,29 @@ func readGrant(r io.Reader, g *Grant) error {
 	return nil
 }
 
+// own returns the addresses that are assigned, and the first block of each IP
+// version.
+func (c addressAssign) own() (addrs []netip.Addr, blocks []netip.Prefix) {
+	for _, a := range c {
+		known := func(b netip.Prefix) bool { return b.Addr().Is4() == a.Prefix.Addr().Is4() }
+		switch {
+		case a.refused():
+		case a.Prefix.IsSingleIP():
+			addrs = append(addrs, a.Prefix.Addr())
+		case !slices.ContainsFunc(blocks, known):
+			blocks = append(blocks, a.Prefix)
+		}
+	}
+	return addrs, blocks
+}
+
 // assign lists a client's addresses, each as the answer to the first request
-// for one of its family. Requests for which there is none are turned down.
-func assign(addrs []netip.Addr, requests addressRequest) addressAssign {
+// for one of its family, and its blocks. Requests for which there is none are
+// turned down.
+func assign(g Grant, requests addressRequest) addressAssign {
 	answered := make([]bool, len(requests))
 	var list addressAssign
-	for _, a := range addrs {
+	for _, a := range g.Addresses {
 		entry := assignedAddress{Prefix: netip.PrefixFrom(a, a.BitLen())}
 		for i, r := range requests {
 			if !answered[i] && r.Prefix.Addr().BitLen() == a.BitLen() {
@@ -109,6 +124,9 @@ func assign(addrs []netip.Addr, requests addressRequest) addressAssign {
 			}
 		}
 		list = append(list, entry)
+	}
+	for _, b := range g.Block {
+		list = append(list, assignedAddress{Prefix: b})
 	}
 	for i, r := range requests {
 		if !answered[i] {
@@ -119,19 +137,17 @@ func assign(addrs []netip.Addr, requests addressRequest) addressAssign {
 	return list
 }
 
-// serve answers what the peer asks for until the request ends, and returns why
-// it did.
-func (c *control) serve(addrs []netip.Addr) error {
+// serve hands what the peer sends to handle until one of them fails, and
+// returns why.
+func (c *control) serve(handle func(capsule) error) error {
 	parser := http3.NewCapsuleParser(c)
 	for {
 		got, err := readCapsule(parser)
 		if err != nil {
 			return err
 		}
-		if request, ok := got.(addressRequest); ok {
-			if err := c.send(assign(addrs, request)); err != nil {
-				return err
-			}
+		if err := handle(got); err != nil {
+			return err
 		}
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -28,6 +29,11 @@ type Dialer struct {
 	// Secret is the join token's secret. It enrols Key at the first join and is
 	// not looked at afterwards.
 	Secret string
+	// Block asks for a block of addresses: Grant.Block.
+	Block bool
+	// Announce are prefixes, at most 16, in which the network's other clients
+	// may reach somebody through this one: Grant.Announced.
+	Announce []netip.Prefix
 	// Mark is the SO_MARK of the UDP socket; zero sets none.
 	Mark uint32
 	// Queues is the number of streams for super-packets; zero means one.
@@ -102,6 +108,7 @@ func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func())
 	if d.Secret != "" {
 		request.Header.Set("Authorization", "Bearer "+d.Secret)
 	}
+	d.wishToHeader(request.Header)
 	// What follows reads from a stream, which knows no contexts.
 	stop := context.AfterFunc(ctx, func() { stream.SetDeadline(time.Unix(1, 0)) })
 	grant, err := requestGrant(stream, request, own)
@@ -111,6 +118,7 @@ func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func())
 		}
 		return nil, err
 	}
+	grant.Announced = slices.DeleteFunc(grant.Announced, func(p netip.Prefix) bool { return !slices.Contains(d.Announce, p) })
 	return newSession(sessionConfig{
 		conn: conn, control: &control{requestStream: stream}, grant: grant, queues: d.Queues, maxMTU: d.MTU,
 		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: release, client: true,

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"unicode"
 )
@@ -22,12 +23,30 @@ const (
 	headerNetwork = "Quicvpn-Network" // Grant.Network
 	headerGateway = "Quicvpn-Gateway" // Grant.Gateway, comma-separated
 	headerPeers   = "Quicvpn-Peers"   // Grant.Peers, comma-separated
+
+	headerAnnounced       = "Quicvpn-Announced"        // Grant.Announced, comma-separated
+	headerAnnounceRefused = "Quicvpn-Announce-Refused" // Grant.AnnounceRefused
 )
+
+// What a client asks for beside RFC 9484, in headers of its request.
+const (
+	headerBlock    = "Quicvpn-Block"    // Join.Block, a boolean of RFC 9651
+	headerAnnounce = "Quicvpn-Announce" // Join.Announce, comma-separated
+)
+
+// maxAnnounce bounds what a client may announce.
+const maxAnnounce = 16
 
 func grantToHeader(g Grant, h http.Header) {
 	h.Set(headerNetwork, g.Network)
 	h.Set(headerGateway, join(g.Gateway))
 	h.Set(headerPeers, join(g.Peers))
+	if len(g.Announced) > 0 {
+		h.Set(headerAnnounced, join(g.Announced))
+	}
+	if g.AnnounceRefused != "" {
+		h.Set(headerAnnounceRefused, printable(g.AnnounceRefused))
+	}
 }
 
 // grantFromHeader reads what a quicvpn gateway tells; others tell nothing.
@@ -39,7 +58,69 @@ func grantFromHeader(h http.Header) (g Grant, err error) {
 	if g.Peers, err = split(h.Get(headerPeers), netip.ParsePrefix); err != nil {
 		return g, fmt.Errorf("%s: %w", headerPeers, err)
 	}
+	if g.Announced, err = split(h.Get(headerAnnounced), netip.ParsePrefix); err != nil {
+		return g, fmt.Errorf("%s: %w", headerAnnounced, err)
+	}
+	g.AnnounceRefused = printable(h.Get(headerAnnounceRefused))
 	return g, nil
+}
+
+func (d *Dialer) wishToHeader(h http.Header) {
+	if d.Block {
+		h.Set(headerBlock, "?1")
+	}
+	if len(d.Announce) > 0 {
+		h.Set(headerAnnounce, join(d.Announce))
+	}
+}
+
+// wishFromHeader reads what a client asks for. Its errors are *RefusedError.
+func wishFromHeader(h http.Header, join *Join) error {
+	switch block := h.Values(headerBlock); {
+	case len(block) == 0 || len(block) == 1 && block[0] == "?0":
+	case len(block) == 1 && block[0] == "?1":
+		join.Block = true
+	default:
+		return refuseWish("bad-block", "the header %s is neither ?1 nor ?0 (RFC 9651, section 3.3.6)", headerBlock)
+	}
+	lines := h.Values(headerAnnounce)
+	if len(lines) == 0 {
+		return nil
+	}
+	fields := strings.Split(strings.Join(lines, ","), ",") // RFC 9110, section 5.3
+	if len(fields) > maxAnnounce {
+		return refuseWish("bad-announce", "%d announced prefixes are more than %d: announce broader ones", len(fields), maxAnnounce)
+	}
+	for _, field := range fields {
+		p, err := netip.ParsePrefix(strings.Trim(field, " \t"))
+		if err == nil {
+			err = checkAddr(p.Addr())
+		}
+		if err != nil {
+			return refuseWish("bad-announce", "the announced prefix %q is not one of IPv4 or IPv6, as in 172.18.0.0/16", clip(field))
+		}
+		if p != p.Masked() {
+			return refuseWish("bad-announce", "the announced prefix %s has bits set beyond its length: announce %s", p, p.Masked())
+		}
+		if i := slices.IndexFunc(join.Announce, p.Overlaps); i >= 0 {
+			return refuseWish("bad-announce", "the announced prefixes %s and %s overlap: announce one of them", join.Announce[i], p)
+		}
+		join.Announce = append(join.Announce, p)
+	}
+	return nil
+}
+
+func refuseWish(code, format string, args ...any) error {
+	return &RefusedError{Status: http.StatusBadRequest, Code: code, Text: fmt.Sprintf(format, args...)}
+}
+
+// clip bounds what an answer repeats.
+func clip(text string) string {
+	const most = 64
+	if len(text) > most {
+		return text[:most]
+	}
+	return text
 }
 
 func join[T fmt.Stringer](list []T) string {

@@ -29,6 +29,11 @@ type Join struct {
 	Client Fingerprint
 	// Secret is the token secret that it presented; empty if none.
 	Secret string
+	// Block says that it asks for a block of addresses.
+	Block bool
+	// Announce are prefixes, at most 16 and none within another, in which the
+	// network's other clients may reach somebody through it.
+	Announce []netip.Prefix
 	// Remote is where it comes from.
 	Remote netip.AddrPort
 }
@@ -46,6 +51,10 @@ type ServerConfig struct {
 	// Serve owns a session that was granted, until it returns; the session is
 	// then closed. Required.
 	Serve func(ctx context.Context, s *Session)
+	// Leave forgets a client that says that it does not come back; its session
+	// then ends. After an error the client is told to try again. Nil ignores
+	// what it says.
+	Leave func(client Fingerprint) error
 	// Queues is the number of streams for super-packets; zero means one.
 	Queues int
 	// MTU caps the tunnels' MTU; zero leaves it to the path.
@@ -245,6 +254,9 @@ func (h *handler) serve(w http.ResponseWriter, r *http.Request) error {
 		return &RefusedError{Status: http.StatusBadRequest, Code: "no-datagrams",
 			Text: "take QUIC datagrams (RFC 9221) in which packets fit"}
 	}
+	if err := wishFromHeader(r.Header, &join); err != nil {
+		return err
+	}
 	join.Secret, _ = strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	grant, err := h.server.cfg.Authorize(r.Context(), join)
 	if err != nil {
@@ -262,7 +274,7 @@ func (h *handler) serve(w http.ResponseWriter, r *http.Request) error {
 	cfg := &h.server.cfg
 	session := newSession(sessionConfig{
 		conn: h.conn, control: &control{requestStream: stream}, grant: grant, queues: cfg.Queues, maxMTU: cfg.MTU,
-		drops: cfg.Drops, log: cfg.Log, incoming: h.incoming,
+		drops: cfg.Drops, log: cfg.Log, incoming: h.incoming, leave: cfg.Leave,
 	})
 	h.server.track(session, true)
 	defer h.server.track(session, false)

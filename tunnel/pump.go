@@ -212,9 +212,22 @@ func streamEnd(err error) error {
 
 // serveControl serves the request stream, with which the session ends.
 func (s *Session) serveControl() {
-	err := s.control.serve(s.grant.Addresses)
+	err := s.control.serve(s.handle)
 	if errors.Is(err, io.EOF) {
 		err = errors.New("the request has ended")
 	}
 	s.fail(err) // which does nothing where the session has ended
+}
+
+// handle does what a capsule asks for.
+func (s *Session) handle(c capsule) error {
+	switch c := c.(type) {
+	case addressRequest:
+		return s.control.send(assign(s.grant, c))
+	case peerList:
+		return s.peersFrom(c)
+	case leave:
+		return s.left()
+	}
+	return nil
 }

@@ -49,6 +49,7 @@ type Session struct {
 	grant   Grant
 	peer    Fingerprint
 	own     bool // the peer is a quicvpn peer too
+	client  bool // this end is the client
 	drops   *packet.Drops
 	log     *slog.Logger
 
@@ -58,6 +59,8 @@ type Session struct {
 	outboxes  []*outbox // one a stream, by queue number
 	incoming  chan *quic.ReceiveStream
 	heard     liveness
+	peers     peers
+	leave     func(Fingerprint) error // of a server that hears of it
 
 	endOnce sync.Once
 	cause   atomic.Pointer[error] // why we ended it
@@ -77,6 +80,7 @@ type sessionConfig struct {
 	incoming chan *quic.ReceiveStream
 	onClose  func()
 	client   bool
+	leave    func(Fingerprint) error
 }
 
 func newSession(c sessionConfig) *Session {
@@ -84,11 +88,14 @@ func newSession(c sessionConfig) *Session {
 		conn: c.conn, control: c.control, grant: c.grant,
 		peer:     peerFingerprint(c.conn),
 		own:      isOwn(c.conn),
+		client:   c.client,
 		drops:    c.drops,
 		log:      c.log,
 		incoming: c.incoming,
 		onClose:  c.onClose,
+		leave:    c.leave,
 	}
+	s.peers.init(c.grant.Peers)
 	if s.own {
 		s.prefix = quicvarint.Append(nil, uint64(c.control.StreamID()/4))
 	}
@@ -103,7 +110,8 @@ func newSession(c sessionConfig) *Session {
 		s.wg.Go(func() { s.writeStream(i) })
 	}
 	s.wg.Go(s.writeDatagrams)
-	s.wg.Go(func() { s.watch(c.client) })
+	s.wg.Go(s.writePeers)
+	s.wg.Go(s.watch)
 	return s
 }
 
@@ -138,20 +146,20 @@ func (s *Session) RTT() time.Duration { return s.conn.ConnectionStats().Smoothed
 // Close ends the session, tells the peer the reason and waits for the session's
 // goroutines.
 func (s *Session) Close(reason string) error {
-	err := s.end(nil, reason)
+	err := s.end(http3.ErrCodeNoError, nil, reason)
 	s.wg.Wait()
 	return err
 }
 
 // fail ends the session for a reason that the owner and the peer are told. It
 // does not wait, so that the session's own goroutines may call it.
-func (s *Session) fail(cause error) { s.end(cause, cause.Error()) }
+func (s *Session) fail(cause error) { s.end(http3.ErrCodeNoError, cause, cause.Error()) }
 
-func (s *Session) end(cause error, reason string) error {
+func (s *Session) end(code http3.ErrCode, cause error, reason string) error {
 	var err error
 	s.endOnce.Do(func() {
 		s.cause.Store(&cause)
-		err = s.conn.CloseWithError(quic.ApplicationErrorCode(http3.ErrCodeNoError), reason)
+		err = s.conn.CloseWithError(quic.ApplicationErrorCode(code), reason)
 		if s.onClose != nil {
 			s.onClose()
 		}
@@ -182,9 +190,9 @@ func (s *Session) ended() error {
 
 // watch keeps the session's view of the path current: its MTU, when the peer
 // was last heard of, whether large packets still arrive.
-func (s *Session) watch(client bool) {
+func (s *Session) watch() {
 	tick := time.Second // a gateway has a thousand sessions
-	if client {
+	if s.client {
 		tick = 250 * time.Millisecond
 	}
 	t := time.NewTicker(tick)
@@ -208,7 +216,7 @@ func (s *Session) watch(client bool) {
 				s.fail(errPathShrank)
 				return
 			}
-			if client && now.Sub(lastPing) >= keepAlive {
+			if s.client && now.Sub(lastPing) >= keepAlive {
 				lastPing = now
 				s.heard.sentNow()
 				if err := s.control.ping(s.datagramSpace()); err != nil {

@@ -48,12 +48,22 @@ type Grant struct {
 	Network string
 	// Addresses are the client's own, one for each IP version that it may use.
 	Addresses []netip.Addr
+	// Block are prefixes of the client's own that it asked for, at most one for
+	// each IP version.
+	Block []netip.Prefix
+	// Announced are those of the prefixes that the client announced through
+	// which the network's other clients reach it.
+	Announced []netip.Prefix
+	// AnnounceRefused says why prefixes are not among Announced, and what to do;
+	// empty if all are.
+	AnnounceRefused string
 	// Routes are the destinations that the client may send to the tunnel.
 	Routes []netip.Prefix
 	// Gateway are the gateway's own addresses in the network, the sources of
 	// its ICMP errors.
 	Gateway []netip.Addr
-	// Peers are the prefixes in which the other clients of the network live.
+	// Peers are the prefixes in which the other clients of the network live, and
+	// those that they have announced. Session.Peers knows how they change.
 	Peers []netip.Prefix
 }
 
