@@ -63,7 +63,7 @@ type port struct {
 	session session
 	policy  *policy
 	errors  errorSink
-	limit   limiter // of the ICMP errors that answer this client
+	limit   packet.Limiter // of the ICMP errors that answer this client
 	// gone is set before another may have the addresses.
 	gone atomic.Bool
 }

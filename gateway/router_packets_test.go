@@ -59,6 +59,13 @@ func tcpPacket(src, dst netip.AddrPort, seq, ack uint32, flags byte, payload []b
 	return transport(src.Addr(), dst.Addr(), packet.TCP, 16, append(t, payload...))
 }
 
+const (
+	echoReply4   = 0
+	echoRequest4 = 8
+	echoRequest6 = 128
+	echoReply6   = 129
+)
+
 func echoPacket(src, dst netip.Addr, id, seq uint16, payload []byte) []byte {
 	proto, kind := byte(packet.ICMP), byte(echoRequest4)
 	if src.Is6() {
@@ -99,4 +106,10 @@ func checksumsHold(b []byte) bool {
 		sum = uint32(onesSum(pseudo, uint32(h.Proto)+uint32(len(b)-h.IPLen)))
 	}
 	return onesSum(b[h.IPLen:], sum) == 0xffff
+}
+
+func swap(a, b []byte) {
+	for i := range a {
+		a[i], b[i] = b[i], a[i]
+	}
 }

@@ -93,7 +93,7 @@ func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
 		}
 		return w
 	case wayOwn:
-		if answerEcho(pkt.Data, &h) {
+		if packet.AnswerEcho(pkt.Data, h) {
 			return way{kind: wayBack}
 		}
 		r.cfg.drops.Add(packet.DropDestination, 1)

@@ -263,7 +263,7 @@ func TestRouterDoesNotAllocate(t *testing.T) {
 	ping := single(echoPacket(netip.MustParseAddr(a4), netip.MustParseAddr(gw4), 1, 1, nil))
 	refused := single(udp(a4, "10.0.0.1", "x"), udp(a6, c6, "x"))
 	in := single(udp(web4, a4, "x"), udp(web6, b6, "x"))
-	for range 2 * answerBurst { // from here on only some are answered
+	for range 2 * packet.AnswerBurst { // from here on only some are answered
 		l.a.WritePackets(0, refused)
 	}
 	if n := testing.AllocsPerRun(50, func() {

@@ -126,6 +126,20 @@ func (s spec) build() []byte {
 	return append(b, t...)
 }
 
+// sealICMP builds a packet of ICMP or ICMPv6 and computes its checksum.
+func sealICMP(s spec) []byte {
+	b := s.build()
+	t := b[len(b)-len(s.payload):]
+	t[2], t[3] = 0, 0
+	acc := uint32(0)
+	if s.proto == ICMPv6 {
+		src, dst := s.addrs()
+		acc = naivePseudo(src, dst, ICMPv6, len(t))
+	}
+	binary.BigEndian.PutUint16(t[2:], ^uint16(naive(acc, t)))
+	return b
+}
+
 // segments is a splitter that is obviously right: it builds every segment from
 // the description of the whole.
 func (s spec) segments(size int) [][]byte {

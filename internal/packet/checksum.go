@@ -52,6 +52,19 @@ func putSum(b []byte, v uint16) { binary.LittleEndian.PutUint16(b, v) }
 // word is a 16-bit field's part of a sum.
 func word(v uint16) uint64 { return uint64(bits.ReverseBytes16(v)) }
 
+// change is what the change of words adds to a sum (RFC 1624 equation 3), given
+// the folded sums of the old and the new.
+func change(was, is uint16) uint16 { return fold(uint64(^was) + uint64(is)) }
+
+// adjust follows a change of what a checksum field covers, and returns the
+// field's own.
+func adjust(field []byte, by uint16) uint16 {
+	was := binary.LittleEndian.Uint16(field)
+	is := ^fold(uint64(^was) + uint64(by))
+	putSum(field, is)
+	return change(was, is)
+}
+
 // pseudo returns the sum of the pseudo-header (RFC 9293 section 3.1, RFC 8200
 // section 8.1) for a transport header and payload of n bytes.
 func pseudo(b []byte, proto uint8, n int) uint64 {
