@@ -50,10 +50,11 @@ type connector struct {
 	// before they are.
 	allow func(gateways []netip.AddrPort)
 	// adopt makes a session the one in use and returns the sink for what it
-	// receives; resize is called when its MTU has changed, drop when it has ended.
-	adopt  func(session) tunnel.Sink
-	resize func(session)
-	drop   func(session)
+	// receives; refresh is called when its MTU or peers have changed, drop when it
+	// has ended.
+	adopt   func(session) tunnel.Sink
+	refresh func(session)
+	drop    func(session)
 	// fail is called with what is wrong, in words for people, and with nil when
 	// it has passed without another session.
 	fail func(error)
@@ -155,9 +156,11 @@ func (c *connector) watch(ctx context.Context, s *running) session {
 			}
 			return nil
 		case <-s.MTUChanged():
-			c.resize(s.session)
+			c.refresh(s.session)
+		case <-s.PeersChanged():
+			c.refresh(s.session)
 		case <-probed:
-			c.resize(s.session)
+			c.refresh(s.session)
 		case now := <-tick.C:
 			at, waiting := s.LastReceived()
 			if q.after(now, at, waiting) < max(silence, 4*s.RTT()) {

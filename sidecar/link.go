@@ -42,8 +42,8 @@ type LinkConfig struct {
 	DisableOffload bool
 	// Block asks the gateway for a block of addresses, beside the client's own.
 	Block bool
-	// Announce are the prefixes that other members of the network shall reach
-	// through this client.
+	// Announce are the prefixes, at most 16, that other members of the network
+	// shall reach through this client.
 	Announce []netip.Prefix
 	// Drops counts what the sessions drop, and what comes while there is none; nil
 	// counts nowhere.
@@ -82,14 +82,16 @@ type LinkStatus struct {
 // next one when it ends or falls silent. It works in the network namespace of
 // the process.
 type Link struct {
-	cfg  LinkConfig
-	out  wayOut
-	c    *connector
-	left chan struct{} // closed when the membership was given up
+	cfg LinkConfig
+	out wayOut
+	c   *connector
 
+	changed chan struct{}           // receives a value when the way to the gateway may have
+	leaving atomic.Bool             // it is being given up: no session may open
 	current atomic.Pointer[session] // nil while there is none
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex         // guards what follows
+	end      context.CancelFunc // of Run
 	gateways []netip.AddrPort
 	adopted  time.Time // when the session in use was
 	mtu      int
@@ -104,11 +106,17 @@ type session interface {
 	RTT() time.Duration
 	MTU() int
 	MTUChanged() <-chan struct{}
+	Peers() []netip.Prefix
+	PeersChanged() <-chan struct{}
 	Send(queue int, pkts []packet.Packet, errs tunnel.Sink)
 	Receive(sink tunnel.Sink) error
 	LastReceived() (at time.Time, waiting bool)
+	Leave(ctx context.Context) error
 	Close(reason string) error
 }
+
+// maxAnnounce is what a gateway takes.
+const maxAnnounce = 16
 
 // NewLink checks the configuration. It touches nothing of the network.
 func NewLink(cfg LinkConfig) (*Link, error) {
@@ -135,6 +143,9 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	if err := checkMTU(cfg.MTU); err != nil {
 		return nil, err
 	}
+	if len(cfg.Announce) > maxAnnounce {
+		return nil, refuse("Announce", "%d prefixes: up to %d are possible", len(cfg.Announce), maxAnnounce)
+	}
 	for _, p := range cfg.Announce {
 		if !p.IsValid() || p != p.Masked() || p.Addr().Is4In6() {
 			return nil, refuse("Announce", "%v is no prefix of a network", p)
@@ -149,46 +160,47 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	l := &Link{cfg: cfg, out: out, left: make(chan struct{})}
-	dial := out.dial
-	if dial == nil {
-		dial = l.dialer()
+	if out.dial == nil {
+		out.dial = quicDialer(cfg, out)
 	}
+	l := &Link{cfg: cfg, out: out, changed: make(chan struct{}, 1)}
 	l.c = &connector{
 		host: host, port: port, hint: out.hint,
-		dial:   dial,
-		lookup: (&resolver{out: out}).lookup,
-		check:  l.check,
-		allow:  l.allow,
-		adopt:  l.adopt,
-		resize: l.refresh,
-		drop:   l.release,
-		fail:   l.fail,
-		moved:  out.moved,
-		log:    cfg.Log,
+		dial:    l.dial,
+		lookup:  (&resolver{out: out}).lookup,
+		check:   l.check,
+		allow:   l.allow,
+		adopt:   l.adopt,
+		refresh: l.refresh,
+		drop:    l.release,
+		fail:    l.fail,
+		moved:   out.moved,
+		log:     cfg.Log,
 	}
 	return l, nil
 }
 
-// dialer returns the function that opens sessions.
-func (l *Link) dialer() func(context.Context, netip.AddrPort) (session, error) {
-	dialer := &tunnel.Dialer{
-		Key:    l.cfg.Key,
-		Pin:    l.cfg.Token.Pin,
-		Secret: l.cfg.Token.SecretText(),
-		Mark:   l.out.mark,
-		Queues: l.cfg.Queues,
-		MTU:    l.cfg.MTU,
-		Drops:  l.cfg.Drops,
-		Log:    l.cfg.Log,
+// quicDialer returns the function that opens sessions by QUIC.
+func quicDialer(cfg LinkConfig, out wayOut) func(context.Context, netip.AddrPort) (session, error) {
+	d := &tunnel.Dialer{
+		Key:      cfg.Key,
+		Pin:      cfg.Token.Pin,
+		Secret:   cfg.Token.SecretText(),
+		Block:    cfg.Block,
+		Announce: cfg.Announce,
+		Mark:     out.mark,
+		Queues:   cfg.Queues,
+		MTU:      cfg.MTU,
+		Drops:    cfg.Drops,
+		Log:      cfg.Log,
 
-		DisableOffload: l.cfg.DisableOffload,
+		DisableOffload: cfg.DisableOffload,
 	}
 	return func(ctx context.Context, gateway netip.AddrPort) (session, error) {
-		if err := l.out.check(ctx, gateway); err != nil {
+		if err := out.check(ctx, gateway); err != nil {
 			return nil, err
 		}
-		s, err := dialer.Dial(ctx, gateway)
+		s, err := d.Dial(ctx, gateway)
 		if err != nil {
 			return nil, err
 		}
@@ -200,9 +212,9 @@ func (l *Link) dialer() func(context.Context, netip.AddrPort) (session, error) {
 // succeeded, and then returns nil. It returns an error only where the kernel
 // does not tell of changes of the network. It runs once.
 func (l *Link) Run(ctx context.Context) error {
-	l.set(func() { l.status.Since = time.Now() })
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	l.set(func() { l.end, l.status.Since = cancel, time.Now() })
 	g, ctx := errgroup.WithContext(ctx)
 	if l.out.moved == nil {
 		moved := make(chan struct{}, 1)
@@ -210,14 +222,6 @@ func (l *Link) Run(ctx context.Context) error {
 		g.Go(func() error { return l.follow(ctx, moved) })
 	}
 	g.Go(func() error { l.c.run(ctx); return nil })
-	g.Go(func() error {
-		select {
-		case <-l.left:
-			cancel()
-		case <-ctx.Done():
-		}
-		return nil
-	})
 	return g.Wait()
 }
 
@@ -255,10 +259,22 @@ func (l *Link) Status() LinkStatus {
 	return l.status
 }
 
-// Leave gives up the membership at the gateway, and with it the addresses: the
-// key is not known there any more. It needs a session. Run then returns.
+// Leave gives up the membership at the gateway, and with it the client's
+// addresses, and ends Run. It needs a session. After an error the membership may
+// be as it was, and Run goes on.
 func (l *Link) Leave(ctx context.Context) error {
-	return errors.New("leave the network: there is no session with the gateway")
+	s := l.session()
+	if s == nil {
+		return errors.New("leave the network: there is no session with the gateway: try again when there is one")
+	}
+	// Whoever joins again is a new member.
+	l.leaving.Store(true)
+	if err := s.Leave(ctx); err != nil {
+		l.leaving.Store(false)
+		return fmt.Errorf("leave the network: %w", err)
+	}
+	l.set(func() { l.end() })
+	return nil
 }
 
 // session returns the session in use, or nil.
@@ -282,9 +298,26 @@ func (l *Link) check(s session) error {
 	return l.cfg.Check(s.Grant())
 }
 
+// dial opens a session, unless the client is about to leave.
+func (l *Link) dial(ctx context.Context, gateway netip.AddrPort) (session, error) {
+	if l.leaving.Load() {
+		return nil, errLeaving
+	}
+	s, err := l.out.dial(ctx, gateway)
+	if err == nil && l.leaving.Load() {
+		s.Close(errLeaving.Error())
+		return nil, errLeaving
+	}
+	return s, err
+}
+
+// errLeaving is why no session opens while another one tells the gateway.
+var errLeaving = errors.New("the client is leaving the network")
+
 // allow is told where gateways will be dialled.
 func (l *Link) allow(gateways []netip.AddrPort) {
 	l.set(func() { l.gateways = gateways })
+	kick(l.changed)
 	if l.out.gateways != nil {
 		l.out.gateways(gateways)
 	}
@@ -296,7 +329,7 @@ func (l *Link) adopt(s session) tunnel.Sink {
 	grant := s.Grant()
 	l.set(func() {
 		l.adopted = time.Now()
-		l.mtu, l.peers = l.mtuLocked(s), grant.Peers
+		l.mtu, l.peers = l.mtuLocked(s), slices.Clone(s.Peers())
 		l.status = LinkStatus{Gateway: s.Remote(), Since: l.adopted}
 	})
 	sink := l.cfg.Connected(grant)
@@ -308,9 +341,9 @@ func (l *Link) adopt(s session) tunnel.Sink {
 func (l *Link) refresh(s session) {
 	changed := false
 	l.set(func() {
-		mtu := l.mtuLocked(s)
-		changed = mtu != l.mtu
-		l.mtu = mtu
+		mtu, peers := l.mtuLocked(s), s.Peers()
+		changed = mtu != l.mtu || !slices.Equal(peers, l.peers)
+		l.mtu, l.peers = mtu, slices.Clone(peers)
 	})
 	if changed && l.cfg.Changed != nil {
 		l.cfg.Changed()

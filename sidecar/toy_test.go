@@ -99,6 +99,12 @@ func (s *toySession) Remote() netip.AddrPort      { return s.remote }
 func (s *toySession) RTT() time.Duration          { return time.Millisecond }
 func (s *toySession) MTUChanged() <-chan struct{} { return s.changed }
 
+func (s *toySession) Peers() []netip.Prefix         { return s.grant.Peers }
+func (s *toySession) PeersChanged() <-chan struct{} { return nil }
+func (s *toySession) Leave(context.Context) error {
+	return errors.New("the toy gateway forgets nobody")
+}
+
 func (s *toySession) MTU() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()

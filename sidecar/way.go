@@ -97,8 +97,7 @@ func (l *Link) follow(ctx context.Context, moved chan<- struct{}) (err error) {
 		return fmt.Errorf("open netlink: %w", err)
 	}
 	defer nl.Close()
-	changed := make(chan struct{}, 1)
-	w, err := newWatch(unix.NETLINK_ROUTE, routeGroups, changed)
+	w, err := newWatch(unix.NETLINK_ROUTE, routeGroups, l.changed)
 	if err != nil {
 		return err
 	}
@@ -118,7 +117,7 @@ func (l *Link) follow(ctx context.Context, moved chan<- struct{}) (err error) {
 		before = now
 		select {
 		case <-ctx.Done():
-		case <-changed:
+		case <-l.changed:
 			sleep(ctx, settle)
 		case <-time.After(anyway):
 		}

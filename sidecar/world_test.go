@@ -19,28 +19,40 @@ import (
 type fakeSession struct {
 	remote  netip.AddrPort
 	changed chan struct{}
+	others  chan struct{} // PeersChanged
 	ended   chan struct{}
+	leave   func(ctx context.Context) error
 	once    sync.Once
 
 	mu      sync.Mutex // guards what follows
 	why     error
 	reason  string // given to Close
 	mtu     int
+	peers   []netip.Prefix
+	sent    int // packets
 	heard   time.Time
 	waiting bool
 }
 
 func newFakeSession(remote netip.AddrPort) *fakeSession {
-	return &fakeSession{remote: remote, changed: make(chan struct{}, 1), ended: make(chan struct{}), mtu: 1400, heard: time.Now()}
+	return &fakeSession{
+		remote: remote, changed: make(chan struct{}, 1), others: make(chan struct{}, 1), ended: make(chan struct{}),
+		mtu: 1400, heard: time.Now(),
+	}
 }
 
-func (s *fakeSession) Grant() tunnel.Grant                    { return tunnel.Grant{} }
-func (s *fakeSession) Remote() netip.AddrPort                 { return s.remote }
-func (s *fakeSession) RTT() time.Duration                     { return 20 * time.Millisecond }
-func (s *fakeSession) MTUChanged() <-chan struct{}            { return s.changed }
-func (s *fakeSession) Send(int, []packet.Packet, tunnel.Sink) {}
-func (s *fakeSession) MTU() int                               { s.mu.Lock(); defer s.mu.Unlock(); return s.mtu }
-func (s *fakeSession) Receive(tunnel.Sink) error              { <-s.ended; return s.why }
+func (s *fakeSession) Grant() tunnel.Grant             { return tunnel.Grant{} }
+func (s *fakeSession) Remote() netip.AddrPort          { return s.remote }
+func (s *fakeSession) RTT() time.Duration              { return 20 * time.Millisecond }
+func (s *fakeSession) MTUChanged() <-chan struct{}     { return s.changed }
+func (s *fakeSession) Peers() []netip.Prefix           { s.mu.Lock(); defer s.mu.Unlock(); return s.peers }
+func (s *fakeSession) PeersChanged() <-chan struct{}   { return s.others }
+func (s *fakeSession) Leave(ctx context.Context) error { return s.leave(ctx) }
+func (s *fakeSession) Send(_ int, pkts []packet.Packet, _ tunnel.Sink) {
+	s.set(func() { s.sent += len(pkts) })
+}
+func (s *fakeSession) MTU() int                  { s.mu.Lock(); defer s.mu.Unlock(); return s.mtu }
+func (s *fakeSession) Receive(tunnel.Sink) error { <-s.ended; return s.why }
 func (s *fakeSession) LastReceived() (at time.Time, waiting bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -119,11 +131,11 @@ func newWorld(host string) *world {
 			w.adopted = append(w.adopted, s.(*fakeSession))
 			return nil
 		},
-		hint:   "use extra_hosts",
-		check:  func(s session) error { return w.unusable },
-		fail:   func(err error) { w.mu.Lock(); defer w.mu.Unlock(); w.failure = err },
-		drop:   func(session) { w.mu.Lock(); defer w.mu.Unlock(); w.dropped++ },
-		resize: func(s session) { w.mu.Lock(); defer w.mu.Unlock(); w.resized = append(w.resized, s.MTU()) },
+		hint:    "use extra_hosts",
+		check:   func(s session) error { return w.unusable },
+		fail:    func(err error) { w.mu.Lock(); defer w.mu.Unlock(); w.failure = err },
+		drop:    func(session) { w.mu.Lock(); defer w.mu.Unlock(); w.dropped++ },
+		refresh: func(s session) { w.mu.Lock(); defer w.mu.Unlock(); w.resized = append(w.resized, s.MTU()) },
 	}
 	return w
 }
