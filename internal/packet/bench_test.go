@@ -2,6 +2,7 @@ package packet
 
 import (
 	"bytes"
+	"net/netip"
 	"strconv"
 	"testing"
 )
@@ -70,5 +71,32 @@ func BenchmarkSplitCoalesce(b *testing.B) {
 	}
 	if runs != b.N {
 		b.Fatalf("%d runs of %d super-packets", runs, b.N)
+	}
+}
+
+func BenchmarkRewrite(b *testing.B) {
+	quoted := icmpError(spec{proto: TCP, src: "10.0.0.1"}, 3, "192.0.2.1", 0)
+	for _, c := range []struct {
+		name string
+		p    Packet
+		to   [2]netip.Addr
+	}{
+		{"tcp", Packet{Data: spec{proto: TCP}.build()}, [2]netip.Addr{netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.91.7.9")}},
+		{"v6 super-packet", Packet{Data: spec{v6: true, proto: TCP, partial: true, payload: make([]byte, 60000)}.build(), Segment: 1400, Flags: Partial},
+			[2]netip.Addr{netip.MustParseAddr("fd00::1"), netip.MustParseAddr("fd91::7:9")}},
+		{"error", Packet{Data: quoted}, [2]netip.Addr{netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.91.7.9")}},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			h, err := Parse(c.p.Data)
+			if err != nil {
+				b.Fatal(err)
+			}
+			b.ReportAllocs()
+			i := 0
+			for b.Loop() {
+				c.p.RewriteDestination(&h, c.to[i&1])
+				i++
+			}
+		})
 	}
 }

@@ -15,12 +15,13 @@ const (
 	DropQueueFull               // the tunnel did not take packets as fast as they came
 	DropClosed                  // the session ended with the packet in hand
 	DropDevice                  // the TUN device refused it
+	DropUnmapped                // no address stands for its source beyond this host yet
 	numDrops
 )
 
 func (d Drop) String() string {
 	return [numDrops]string{"malformed", "source", "destination", "no-session", "too-big",
-		"hop-limit", "queue-full", "closed", "device"}[d]
+		"hop-limit", "queue-full", "closed", "device", "unmapped"}[d]
 }
 
 // Drops counts dropped packets by reason. The zero value is ready; it is safe

@@ -90,6 +90,14 @@ func (h *Header) parse4(b []byte) error {
 	if int(binary.BigEndian.Uint16(b[2:])) != len(b) {
 		return errLength
 	}
+	if err := h.read4(b); err != nil {
+		return err
+	}
+	return h.parseTransport(b)
+}
+
+// read4 reads an IPv4 header, of which 20 bytes at least are there.
+func (h *Header) read4(b []byte) error {
 	n := int(b[0]&0x0f) * 4
 	if n < ipv4Len {
 		return errHeader
@@ -109,7 +117,7 @@ func (h *Header) parse4(b []byte) error {
 	h.Fragment = frag&0x3fff != 0
 	h.FragmentOffset = int(frag&0x1fff) * 8
 	h.DontFragment = frag&0x4000 != 0
-	return h.parseTransport(b)
+	return nil
 }
 
 func (h *Header) parse6(b []byte) error {
@@ -119,6 +127,14 @@ func (h *Header) parse6(b []byte) error {
 	if int(binary.BigEndian.Uint16(b[4:])) != len(b)-ipv6Len {
 		return errLength
 	}
+	if err := h.read6(b); err != nil {
+		return err
+	}
+	return h.parseTransport(b)
+}
+
+// read6 reads an IPv6 header, which is there, and its extension headers.
+func (h *Header) read6(b []byte) error {
 	h.Version = 6
 	h.Proto = b[6]
 	h.HopLimit = b[7]
@@ -126,11 +142,9 @@ func (h *Header) parse6(b []byte) error {
 	h.Src = netip.AddrFrom16([16]byte(b[8:24]))
 	h.Dst = netip.AddrFrom16([16]byte(b[24:40]))
 	h.IPLen = ipv6Len
-	if err := h.parseExtensions(b); err != nil {
-		return err
-	}
+	err := h.parseExtensions(b)
 	h.HeaderLen = h.IPLen
-	return h.parseTransport(b)
+	return err
 }
 
 // parseExtensions walks to the transport header, or to what follows the fragment

@@ -15,12 +15,15 @@ const (
 )
 
 const (
-	icmp4Unreachable = 3
-	icmp4Exceeded    = 11
-	icmp6Unreachable = 1
-	icmp6TooBig      = 2
-	icmp6Exceeded    = 3
-	icmp6Redirect    = 137
+	icmp4Unreachable  = 3
+	icmp4SourceQuench = 4
+	icmp4Redirect     = 5
+	icmp4Exceeded     = 11
+	icmp4Parameter    = 12
+	icmp6Unreachable  = 1
+	icmp6TooBig       = 2
+	icmp6Exceeded     = 3
+	icmp6Redirect     = 137
 
 	icmpLen        = 8
 	icmpHopLimit   = 64
