@@ -33,7 +33,10 @@ type routerConfig struct {
 	isHost func(netip.Addr) bool
 	// admitted says whether a client may still be here.
 	admitted func(Client) bool
-	drops    *packet.Drops
+	// names takes the packets to name servers that a client may not reach, and
+	// reports whether a packet was one. Nil takes none.
+	names func(from *port, queue int, pkt *packet.Packet, h packet.Header) bool
+	drops *packet.Drops
 }
 
 // A router passes packets between the sessions of clients, and between them and

@@ -92,16 +92,16 @@ func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
 			return way{}
 		}
 		return w
-	case wayOwn:
-		if packet.AnswerEcho(pkt.Data, h) {
-			return way{kind: wayBack}
-		}
-		r.cfg.drops.Add(packet.DropDestination, 1)
-		p.answerUnreachable(queue, pkt.Data, packet.AdminProhibited)
 	case wayNobody:
 		r.cfg.drops.Add(packet.DropNoSession, 1)
 		p.answerUnreachable(queue, pkt.Data, packet.HostUnreachable)
-	case wayRefused:
+	case wayOwn, wayRefused:
+		if w.kind == wayOwn && packet.AnswerEcho(pkt.Data, h) {
+			return way{kind: wayBack}
+		}
+		if r.cfg.names != nil && r.cfg.names(p, queue, pkt, h) {
+			return way{}
+		}
 		r.cfg.drops.Add(packet.DropDestination, 1)
 		p.answerUnreachable(queue, pkt.Data, packet.AdminProhibited)
 	case wayUnrouted:
