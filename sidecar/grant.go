@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -13,9 +14,12 @@ import (
 // A grant holds less than this: an address for each IP version, and the pools.
 const (
 	maxAddresses = 8
-	maxPeers     = 16
+	maxPools     = 16
 	maxGateway   = 4
 )
+
+// maxPeers bounds what is taken of what the network's clients announce.
+const maxPeers = 1024
 
 // noHosts are unicast addresses in form, but no host's: "this network" and
 // reserved ones (RFC 6890), and IPv6 that contains IPv4 or is deprecated.
@@ -32,9 +36,9 @@ var noHosts = []netip.Prefix{
 // those of this namespace's own networks, whose connections would then go to the
 // gateway, and a network that neighbours here are part of.
 func checkGrant(g tunnel.Grant, links []uplink) error {
-	if len(g.Addresses) == 0 || len(g.Addresses) > maxAddresses || len(g.Gateway) > maxGateway || len(g.Peers) > maxPeers {
+	if len(g.Addresses) == 0 || len(g.Addresses) > maxAddresses || len(g.Gateway) > maxGateway || len(pools(g)) > maxPools {
 		return fmt.Errorf("the gateway gave this client %d addresses, itself %d and the network %d prefixes: up to %d, %d and %d are possible",
-			len(g.Addresses), len(g.Gateway), len(g.Peers), maxAddresses, maxGateway, maxPeers)
+			len(g.Addresses), len(g.Gateway), len(pools(g)), maxAddresses, maxGateway, maxPools)
 	}
 	for _, a := range g.Addresses {
 		a = a.Unmap()
@@ -54,15 +58,48 @@ func checkGrant(g tunnel.Grant, links []uplink) error {
 			}
 		}
 	}
-	for _, p := range g.Peers {
+	for _, p := range pools(g) {
 		if !isNetwork(p) {
 			return fmt.Errorf("the gateway says that the network's clients are in %v, which is not one network's: choose another --pool at the gateway", p)
 		}
-	}
-	if both := overlaps(g, links); both != "" {
-		return fmt.Errorf("addresses overlap: %s: choose another --pool at the gateway, or another subnet here", both)
+		if both := overlap(p, links); both != "" {
+			return fmt.Errorf("addresses overlap: %s: choose another --pool at the gateway, or another subnet here", both)
+		}
 	}
 	return nil
+}
+
+// pools returns those of the peers that the gateway has the client's own
+// addresses from. The others are what clients have announced.
+func pools(g tunnel.Grant) []netip.Prefix {
+	return slices.DeleteFunc(slices.Clone(g.Peers), func(p netip.Prefix) bool { return !isPool(g, p) })
+}
+
+func isPool(g tunnel.Grant, p netip.Prefix) bool {
+	return slices.ContainsFunc(g.Addresses, func(a netip.Addr) bool { return p.Contains(a.Unmap()) })
+}
+
+// usable returns the peers that can be so here, and says which cannot. A client
+// that announces what is on the link here, or half the internet, gets neither:
+// the network's other clients would decide who may reach this namespace and whom
+// it reaches. What was in force before the link came stays: a DHCP server could
+// draw its traffic out of the tunnel otherwise.
+func usable(g tunnel.Grant, peers, before []netip.Prefix, links []uplink) (good []netip.Prefix, bad string) {
+	for _, p := range peers[:min(len(peers), maxPeers)] {
+		switch {
+		case isPool(g, p), slices.Contains(before, p):
+		case !isNetwork(p):
+			bad = fmt.Sprintf("%v is not one network's", p)
+			continue
+		default:
+			if both := overlap(p, links); both != "" {
+				bad = both
+				continue
+			}
+		}
+		good = append(good, p)
+	}
+	return good, bad
 }
 
 // isNetwork reports that p may be a network's addresses: private ones, or no more
@@ -83,15 +120,13 @@ func wholeInternet(g tunnel.Grant) bool {
 	})
 }
 
-// overlaps says where the network and what is on the links here have addresses
-// in common; empty if nowhere.
-func overlaps(g tunnel.Grant, links []uplink) string {
-	for _, peers := range g.Peers {
-		for _, u := range links {
-			for _, r := range u.onLink {
-				if netipx.RangeOfPrefix(peers).Overlaps(r) {
-					return fmt.Sprintf("the network's %v and %v of %s", peers, subnet(r), u.name)
-				}
+// overlap says where a prefix of the network and what is on the links here have
+// addresses in common; empty if nowhere.
+func overlap(p netip.Prefix, links []uplink) string {
+	for _, u := range links {
+		for _, r := range u.onLink {
+			if netipx.RangeOfPrefix(p).Overlaps(r) {
+				return fmt.Sprintf("the network's %v and %v of %s", p, subnet(r), u.name)
 			}
 		}
 	}
@@ -112,7 +147,10 @@ func (n *network) warnLocked(links []uplink) {
 	if n.want.grant == nil {
 		return
 	}
-	now := overlaps(*n.want.grant, links)
+	now := ""
+	for _, p := range n.want.grant.Peers {
+		now = cmp.Or(now, overlap(p, links))
+	}
 	if now != "" && now != n.overlap {
 		n.log.Warn("addresses overlap: the network's clients at such addresses cannot be reached; choose another --pool at the gateway, or another subnet here", "overlap", now)
 	}

@@ -2,6 +2,7 @@ package sidecar
 
 import (
 	"context"
+	"crypto/ed25519"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -20,6 +21,7 @@ import (
 
 	"github.com/quicvpn/quicvpn/internal/netlab"
 	"github.com/quicvpn/quicvpn/internal/token"
+	"github.com/quicvpn/quicvpn/tunnel"
 )
 
 // childVariable holds the settings of a sidecar process: the test binary plays
@@ -46,6 +48,9 @@ type childSettings struct {
 	NoNftables, NoPolicyRouting bool
 	// Pin of a real gateway; zero means the toy.
 	Pin [32]byte
+	// Link runs a Link alone, which asks for a block and announces prefixes.
+	Link     bool
+	Announce []netip.Prefix
 }
 
 // child is the main function of a sidecar process.
@@ -64,6 +69,12 @@ func child(settings string) int {
 	before := goleak.IgnoreCurrent()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	log := slog.New(slog.NewTextHandler(os.Stderr, nil))
+	if c.Link {
+		if err := c.link(ctx, log); err != nil {
+			return fail(err)
+		}
+		return 0
+	}
 	s, err := New(Config{
 		Token:    token.Token{Address: c.Address, Pin: c.Pin},
 		StateDir: c.StateDir, Interface: c.Interface, Queues: c.Queues, MTU: c.MTU,
@@ -94,6 +105,25 @@ func child(settings string) int {
 		return fail(err)
 	}
 	return 0
+}
+
+// link runs a Link that logs what it is told.
+func (c childSettings) link(ctx context.Context, log *slog.Logger) error {
+	_, key, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		return err
+	}
+	var l *Link
+	tell := func() { log.Info("told", "mtu", l.MTU(), "peers", l.Peers(), "gateway", l.Status().Gateway) }
+	l, err = NewLink(LinkConfig{
+		Token: token.Token{Address: c.Address, Pin: c.Pin}, Key: key, Block: true, Announce: c.Announce, Log: log,
+		Connected: func(tunnel.Grant) tunnel.Sink { tell(); return nil },
+		Changed:   tell,
+	})
+	if err != nil {
+		return err
+	}
+	return l.Run(ctx)
 }
 
 // A lab is a topology with a toy gateway in it.

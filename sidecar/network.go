@@ -37,15 +37,16 @@ type network struct {
 	// dev is nil while the device is opened again.
 	dev atomic.Pointer[device]
 
-	mu      sync.Mutex // guards what follows
-	kill    *killSwitch
-	routes  *routing
-	heir    bool // the kill switch was there before this run
-	want    wanted
-	way     way
-	noIPv6  string // why there is no IPv6, as last said
-	overlap string // of addresses, as last said
-	trouble repeated
+	mu       sync.Mutex // guards what follows
+	kill     *killSwitch
+	routes   *routing
+	heir     bool // the kill switch was there before this run
+	want     wanted
+	way      way
+	noIPv6   string // why there is no IPv6, as last said
+	overlap  string // of addresses, as last said
+	unusable string // of what clients announce, as last said
+	trouble  repeated
 }
 
 // wanted is what the namespace should look like, beside what its other
@@ -318,10 +319,15 @@ func (n *network) adopt(grant tunnel.Grant, mtu int) tunnel.Sink {
 	for i, a := range grant.Addresses {
 		grant.Addresses[i] = a.Unmap()
 	}
-	n.mu.Lock()
-	before := n.want.grant
-	n.mu.Unlock()
-	n.update(func(w *wanted) { w.grant, w.mtu = &grant, mtu })
+	var before *tunnel.Grant
+	n.update(func(w *wanted) {
+		before, w.grant, w.mtu = w.grant, &grant, mtu
+		var known []netip.Prefix
+		if before != nil {
+			known = before.Peers
+		}
+		grant.Peers = n.usableLocked(grant.Peers, known)
+	})
 	if before == nil || !slices.Equal(before.Addresses, grant.Addresses) || before.Network != grant.Network {
 		n.log.Info("this namespace's place in the network", "network", grant.Network, "addresses", grant.Addresses, "mtu", mtu)
 		if !wholeInternet(grant) {
@@ -331,11 +337,31 @@ func (n *network) adopt(grant tunnel.Grant, mtu int) tunnel.Sink {
 	return &inbox{device: n.dev.Load, own: grant.Addresses, drops: n.drops}
 }
 
-// resize follows a session's MTU.
-func (n *network) resize(mtu int) {
+// refresh follows a session's MTU, and the prefixes of the network's other
+// clients.
+func (n *network) refresh(mtu int, peers []netip.Prefix) {
 	var before int
-	n.update(func(w *wanted) { before, w.mtu = w.mtu, mtu })
+	n.update(func(w *wanted) {
+		before, w.mtu = w.mtu, mtu
+		grant := *w.grant
+		grant.Peers = n.usableLocked(peers, grant.Peers)
+		w.grant = &grant
+	})
 	if mtu != before {
 		n.log.Info("the path's MTU changed", "mtu", mtu)
 	}
+}
+
+// usableLocked returns the peers that can be so here, and says once which not.
+func (n *network) usableLocked(peers, before []netip.Prefix) []netip.Prefix {
+	links, err := uplinks(n.nl, n.cfg.Interface)
+	if err != nil {
+		return before // syncLocked fails at the same, and is repeated
+	}
+	good, bad := usable(*n.want.grant, peers, before, links)
+	if bad != "" && bad != n.unusable {
+		n.log.Warn("a client of the network announces addresses that cannot be its own here: it is not reached by them, and may not connect from them", "addresses", bad)
+	}
+	n.unusable = bad
+	return good
 }

@@ -1,7 +1,8 @@
 // Package sidecar is the client role for one network namespace: the session to
 // a gateway and its reconnection, the TUN device, routes and the kill switch.
 //
-// It owns everything that it puts into the namespace and takes it away again.
+// It owns everything that it puts into the namespace and takes it away again. A
+// Link is the session alone, for those who bring the packets themselves.
 // It does not know what a session is made of, writes no sysctl, and needs no
 // program beside itself.
 package sidecar
@@ -147,11 +148,6 @@ func (s *Sidecar) configure() error {
 	return nil
 }
 
-// refuse is the error about a field of the configuration.
-func refuse(field, format string, args ...any) error {
-	return fmt.Errorf("%s: %s", field, fmt.Sprintf(format, args...))
-}
-
 // Run carries traffic until ctx ends, and then takes away what it put into the
 // namespace and returns nil. The loss of a session, or of the way to the
 // gateway, never ends it. It returns an error only where it could not set up
@@ -207,7 +203,7 @@ func (s *Sidecar) link(n *network) (link *Link, err error) {
 
 		Check:     n.check,
 		Connected: func(g tunnel.Grant) tunnel.Sink { return n.adopt(g, link.MTU()) },
-		Changed:   func() { n.resize(link.MTU()) },
+		Changed:   func() { n.refresh(link.MTU(), link.Peers()) },
 	}, wayOut{
 		mark:       Mark,
 		gateways:   n.allowGateways,

@@ -27,6 +27,7 @@ type quicGateway struct {
 
 	mu       sync.Mutex // guards what follows
 	refuse   *tunnel.RefusedError
+	join     tunnel.Join // the last one
 	sessions []*tunnel.Session
 }
 
@@ -56,9 +57,10 @@ func (g *quicGateway) start(now func() time.Time) {
 			Key:    g.key,
 			Now:    now,
 			Log:    slog.New(slog.DiscardHandler),
-			Authorize: func(context.Context, tunnel.Join) (tunnel.Grant, error) {
+			Authorize: func(_ context.Context, join tunnel.Join) (tunnel.Grant, error) {
 				g.mu.Lock()
 				defer g.mu.Unlock()
+				g.join = join
 				if g.refuse != nil {
 					return tunnel.Grant{}, g.refuse
 				}

@@ -103,14 +103,7 @@ func (l *Link) follow(ctx context.Context, moved chan<- struct{}) (err error) {
 	}
 	defer func() { err = errors.Join(err, w.Close()) }()
 	for before := (way{}); ctx.Err() == nil; {
-		l.mu.Lock()
-		gateways := l.gateways
-		l.mu.Unlock()
-		links := ""
-		for _, a := range somewhere {
-			links += routeTo(nl, l.out.mark, a)
-		}
-		now := lookOut(nl, l.out.mark, links, gateways)
+		now := l.look(nl)
 		if now.isOther(before) {
 			kick(moved)
 		}
@@ -123,4 +116,15 @@ func (l *Link) follow(ctx context.Context, moved chan<- struct{}) (err error) {
 		}
 	}
 	return nil
+}
+
+func (l *Link) look(nl *netlink.Handle) way {
+	l.mu.Lock()
+	gateways := l.gateways
+	l.mu.Unlock()
+	links := ""
+	for _, a := range somewhere {
+		links += routeTo(nl, l.out.mark, a)
+	}
+	return lookOut(nl, l.out.mark, links, gateways)
 }
