@@ -73,41 +73,181 @@ func checkHost(t *testing.T, p netip.Prefix, a netip.Addr) {
 	}
 }
 
-// TestPoolAgainstModel does random things to small pools beside a plain set.
+// TestPoolAgainstModel does random things to small pools beside a plain map of
+// who has a number: nobody, a client, or a block.
 func TestPoolAgainstModel(t *testing.T) {
-	for seed := range uint64(50) {
+	for seed := range uint64(60) {
 		r := rand.New(rand.NewPCG(seed, 0))
-		v4 := netip.PrefixFrom(netip.MustParseAddr("10.20.30.0"), 24+r.IntN(7))
+		v4 := netip.PrefixFrom(netip.MustParseAddr("10.20.32.0"), 20+r.IntN(11))
 		p := newPool(v4, netip.MustParsePrefix("fd00::/64"))
-		size := 1<<(32-v4.Bits()) - 3
-		model := make(map[uint32]bool)
-		for range 2000 {
-			if r.IntN(2) == 0 {
-				host, ok := p.allocate()
-				if ok != (len(model) < size) {
-					t.Fatalf("seed %d: allocate with %d of %d taken: %v", seed, len(model), size, ok)
+		end := uint32(1<<(32-v4.Bits()) - 1)
+		model := make(map[uint32]bool) // whether it is one of a block
+		room := func(run uint32) bool {
+			for host := run * blockSize; host < (run+1)*blockSize; host++ {
+				if _, taken := model[host]; taken || host <= gatewayHost || host >= end {
+					return false
 				}
-				if ok && model[host] {
-					t.Fatalf("seed %d: %d is given twice", seed, host)
-				}
-				if ok {
-					model[host] = true
-				}
-				continue
 			}
-			host := uint32(r.IntN(size + 6))
-			if want := host > gatewayHost && host < p.end && !model[host]; p.take(host) != want {
-				t.Fatalf("seed %d: take(%d) is not %v", seed, host, want)
-			} else if want {
+			return true
+		}
+		anyRoom := func() bool {
+			for run := range end/blockSize + 1 {
+				if room(run) {
+					return true
+				}
+			}
+			return false
+		}
+		setRun := func(run uint32) {
+			for host := run * blockSize; host < (run+1)*blockSize; host++ {
 				model[host] = true
 			}
-			for host := range model {
-				if r.IntN(3) == 0 {
-					p.free(host)
-					delete(model, host)
+		}
+		for range 3000 {
+			switch r.IntN(8) {
+			case 0, 1, 2, 3:
+				host, ok := p.allocate()
+				if _, taken := model[host]; taken || ok != (len(model) < int(end)-gatewayHost-1) {
+					t.Fatalf("seed %d: allocate gave %d, %v with %d of %d taken", seed, host, ok, len(model), end)
 				}
-				break
+				if ok {
+					model[host] = false
+				}
+			case 4:
+				host := uint32(r.IntN(int(end) + 3))
+				if _, taken := model[host]; p.take(host) != (!taken && host > gatewayHost && host < end) {
+					t.Fatalf("seed %d: take(%d) with %v", seed, host, taken)
+				} else if !taken && host > gatewayHost && host < end {
+					model[host] = false
+				}
+			case 5:
+				want := anyRoom()
+				run, ok := p.allocateBlock()
+				if ok != want || ok && !room(run) {
+					t.Fatalf("seed %d: allocateBlock gave %d, %v, want one: %v", seed, run, ok, want)
+				}
+				if ok {
+					setRun(run)
+				}
+			case 6:
+				run := uint32(r.IntN(int(end/blockSize) + 2))
+				want := room(run)
+				if p.takeBlock(run) != want {
+					t.Fatalf("seed %d: takeBlock(%d) is not %v", seed, run, want)
+				}
+				if want {
+					setRun(run)
+				}
+			case 7:
+				for host, block := range model {
+					if !block {
+						p.free(host)
+						delete(model, host)
+						continue
+					}
+					if run := host / blockSize; r.IntN(2) == 0 {
+						p.freeBlock(run)
+						for host := run * blockSize; host < (run+1)*blockSize; host++ {
+							delete(model, host)
+						}
+					}
+					break
+				}
 			}
+		}
+	}
+}
+
+// Numbers stay together at the bottom and blocks at the top, also where much
+// was freed, so that each finds room to the end.
+func TestPoolBlocks(t *testing.T) {
+	p := newPool(netip.MustParsePrefix("10.91.0.0/20"), netip.MustParsePrefix("fd00::/64"))
+	// Of 16 runs the first is no block, because of the gateway's address in it,
+	// and the last because of the broadcast address.
+	var hosts []uint32
+	for range 300 {
+		host, ok := p.allocate()
+		if !ok || host >= 2*blockSize {
+			t.Fatalf("%d, %v", host, ok)
+		}
+		hosts = append(hosts, host)
+	}
+	for want := uint32(14); want >= 2; want-- {
+		run, ok := p.allocateBlock()
+		if !ok || run != want {
+			t.Fatalf("block %d, %v; want %d", run, ok, want)
+		}
+		v4, v6 := p.block(run)
+		if back, ok := p.run(v4, v6); !ok || back != run || v4 != v4.Masked() || v6 != v6.Masked() {
+			t.Errorf("block %d is %v and %v, which is block %d, %v", run, v4, v6, back, ok)
+		}
+		last4, last6 := p.addresses(run*blockSize + blockSize - 1)
+		if !v4.Contains(last4) || !v6.Contains(last6) || v4.Contains(last4.Next()) || v6.Contains(last6.Next()) {
+			t.Errorf("block %d is %v and %v, and its last address %v and %v", run, v4, v6, last4, last6)
+		}
+	}
+	if run, ok := p.allocateBlock(); ok {
+		t.Fatalf("block %d out of nothing", run)
+	}
+	// One client keeps a whole run from being a block.
+	for _, host := range hosts {
+		if host != hosts[254] {
+			p.free(host)
+		}
+	}
+	if run, ok := p.allocateBlock(); ok {
+		t.Fatalf("block %d although client %d is there", run, hosts[254])
+	}
+	p.free(hosts[254])
+	if run, ok := p.allocateBlock(); !ok || run != 1 {
+		t.Fatalf("block %d, %v; want 1", run, ok)
+	}
+	p.freeBlock(7)
+	p.freeBlock(3)
+	if run, ok := p.allocateBlock(); !ok || run != 7 { // after run 1 it goes around
+		t.Errorf("block %d, %v; want 7", run, ok)
+	}
+	count := 0
+	for _, ok := p.allocate(); ok; _, ok = p.allocate() {
+		count++
+	}
+	if want := 254 + 255 + 256; count != want { // the first run, the last, and run 3
+		t.Errorf("%d numbers beside the blocks, want %d", count, want)
+	}
+}
+
+func TestPoolsWithoutBlocks(t *testing.T) {
+	for _, pools := range [][2]string{{"10.91.0.0/24", "fd00::/64"}, {"10.91.0.0/23", "fd00::/64"}, {"10.91.0.0/16", "fd00::/120"}, {"10.91.0.0/30", "fd00::/64"}} {
+		p := newPool(netip.MustParsePrefix(pools[0]), netip.MustParsePrefix(pools[1]))
+		if run, ok := p.allocateBlock(); ok {
+			t.Errorf("%v: block %d", pools, run)
+		}
+	}
+	p := newPool(netip.MustParsePrefix("10.91.0.0/22"), netip.MustParsePrefix("fd00::/119"))
+	if run, ok := p.allocateBlock(); !ok || run != 1 {
+		t.Errorf("block %d, %v; want 1", run, ok)
+	}
+}
+
+func TestNumbersOf(t *testing.T) {
+	n := newNumbers(netip.MustParsePrefix("10.91.0.0/16"), netip.MustParsePrefix("fd12:3456::/48"))
+	for text, want := range map[string]int{
+		"10.91.0.0": 0, "10.91.2.3": 515, "10.91.255.255": 65535, "10.92.0.0": -1, "10.90.255.255": -1,
+		"fd12:3456::": 0, "fd12:3456::203": 515, "fd12:3456::ffff:ffff": 1<<32 - 1, "fd12:3456::1:0:0": -1,
+		"fd12:3456:0:1::203": -1, "fd12:3457::203": -1, "::ffff:10.91.2.3": -1,
+	} {
+		host, ok := n.of(netip.MustParseAddr(text))
+		if ok != (want >= 0) || ok && host != uint32(want) {
+			t.Errorf("%s is %d, %v; want %d", text, host, ok, want)
+		}
+	}
+	v4, v6 := n.block(2)
+	for _, pair := range [][2]netip.Prefix{
+		{v4, netip.PrefixFrom(v6.Addr(), 119)}, {netip.PrefixFrom(v4.Addr(), 25), v6}, {v4, netip.MustParsePrefix("fd12:3456::300/120")},
+		{netip.MustParsePrefix("10.91.2.128/24"), netip.MustParsePrefix("fd12:3456::280/120")}, {{}, {}}, {v6, v4},
+	} {
+		if run, ok := n.run(pair[0], pair[1]); ok {
+			t.Errorf("%v is run %d", pair, run)
 		}
 	}
 }

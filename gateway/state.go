@@ -48,7 +48,8 @@ type State struct {
 	enrolled map[string]int           // by token ID, ever
 	pace     map[string]*rate.Limiter // by token ID, of enrolments
 	pool     pool
-	changes  uint64 // counts what happened to members and enrolled
+	leaving  map[tunnel.Fingerprint]bool // members that Remove is about to remove
+	changes  uint64                      // counts what happened to members and enrolled
 	closed   bool
 
 	disk disk
@@ -75,7 +76,7 @@ func OpenState(dir string) (*State, error) {
 }
 
 func openState(dir string) (_ *State, err error) {
-	s := &State{dir: dir, pace: make(map[string]*rate.Limiter)}
+	s := &State{dir: dir, pace: make(map[string]*rate.Limiter), leaving: make(map[tunnel.Fingerprint]bool)}
 	if s.key, s.cfg, err = loadFixed(dir); err != nil {
 		return nil, err
 	}
@@ -97,8 +98,8 @@ func openState(dir string) (_ *State, err error) {
 	if err := s.readClients(); err != nil {
 		return nil, err
 	}
-	// Tokens that were revoked while no gateway ran.
-	if gone := s.revokedLocked(); len(gone) > 0 {
+	// What was revoked or removed while no gateway ran.
+	if gone := s.endedLocked(); len(gone) > 0 {
 		s.removeLocked(gone)
 		if err := s.store(s.changes); err != nil {
 			return nil, err
@@ -131,7 +132,14 @@ func (s *State) readClients() error {
 			return fmt.Errorf("%s does not have the token of client number %d in %s: restore both from the same backup",
 				filepath.Join(s.dir, tokensFile), i+1, clientsFile)
 		}
-		s.members[tunnel.Fingerprint(r.Key)] = &member{host: host, token: r.Token, since: r.Since}
+		m := &member{host: host, token: r.Token, since: r.Since}
+		if r.Block4.IsValid() || r.Block6.IsValid() {
+			if m.block, ok = s.pool.run(r.Block4, r.Block6); !ok || !s.pool.takeBlock(m.block) {
+				return fmt.Errorf("%s is damaged (the block %s of client number %d is not one of the pools in %s, or has addresses of another client): restore both from the same backup",
+					filepath.Join(s.dir, clientsFile), r.Block4, i+1, settingsFile)
+			}
+		}
+		s.members[tunnel.Fingerprint(r.Key)] = m
 	}
 	return nil
 }

@@ -54,6 +54,15 @@ func (s *settings) check() error {
 type tokens struct {
 	Version int           `json:"version"`
 	Tokens  []tokenRecord `json:"tokens"`
+	// Removed are clients that `quicvpn client remove` removed, and the gateway
+	// forgets when it sees that.
+	Removed []removedRecord `json:"removed,omitempty"`
+}
+
+// A removedRecord names an enrolment: a key may be enrolled anew.
+type removedRecord struct {
+	Key   digest    `json:"key"`
+	Since time.Time `json:"since"`
 }
 
 // A tokenRecord never changes, but for Revoked.
@@ -81,6 +90,13 @@ func (t *tokens) check() error {
 		}
 		ids[r.ID], sums[r.SHA256] = true, true
 	}
+	removed := make(map[digest]bool)
+	for i, r := range t.Removed {
+		if r.Since.IsZero() || removed[r.Key] {
+			return fmt.Errorf("removed client number %d is not valid", i+1)
+		}
+		removed[r.Key] = true
+	}
 	return nil
 }
 
@@ -97,6 +113,9 @@ type clientRecord struct {
 	Addr4 netip.Addr `json:"addr4"`
 	Addr6 netip.Addr `json:"addr6"`
 	Since time.Time  `json:"since"`
+	// Block4 and Block6 are the client's block, if it has one.
+	Block4 netip.Prefix `json:"block4,omitzero"`
+	Block6 netip.Prefix `json:"block6,omitzero"`
 }
 
 func (c *clients) check() error {

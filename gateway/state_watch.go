@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"context"
+	"crypto/subtle"
 	"errors"
 	"fmt"
 	"os"
@@ -18,12 +19,12 @@ import (
 const watchInterval = 400 * time.Millisecond
 
 // Watch takes up what the CLI does to the tokens, until ctx ends; it then
-// returns nil. It calls revoked with those clients that may no longer be here,
-// and frees their addresses after revoked has returned. Only one Watch may run.
+// returns nil. It calls gone with those clients that may no longer be here,
+// and frees their addresses after gone has returned. Only one Watch may run.
 //
 // While tokens.json cannot be used, what it said last stays in force and the log
 // says so.
-func (s *State) Watch(ctx context.Context, revoked func([]tunnel.Fingerprint)) error {
+func (s *State) Watch(ctx context.Context, gone func([]tunnel.Fingerprint)) error {
 	events := make(chan struct{}, 1)
 	stop, err := notify(s.dir, events)
 	if err != nil {
@@ -34,7 +35,7 @@ func (s *State) Watch(ctx context.Context, revoked func([]tunnel.Fingerprint)) e
 	tick := time.NewTicker(watchInterval)
 	defer tick.Stop()
 	for {
-		s.refresh(revoked)
+		s.refresh(gone)
 		select {
 		case <-ctx.Done():
 			return nil
@@ -75,7 +76,7 @@ func (s *State) replaceTokens(fresh *tokenTable, revoked func([]tunnel.Fingerpri
 		}
 	}
 	s.tokens = fresh // from here on Authorize refuses whose token is revoked
-	gone := s.revokedLocked()
+	gone := s.endedLocked()
 	s.mu.Unlock()
 	if len(gone) == 0 {
 		return nil
@@ -92,9 +93,43 @@ func (s *State) replaceTokens(fresh *tokenTable, revoked func([]tunnel.Fingerpri
 	s.mu.Unlock()
 	if err := s.store(change); err != nil {
 		// No harm is done: the next write, or the next start, does it again.
-		s.log().Warn("revoked clients are still on disk", "error", err)
+		s.log().Warn("revoked or removed clients are still on disk", "error", err)
 	}
 	return nil
+}
+
+// A tokenTable is the tokens as the state holds them. It never changes.
+type tokenTable struct {
+	all  []tokenRecord
+	byID map[string]*tokenRecord
+	// removed are the clients that the CLI removed, with when they had come.
+	removed map[tunnel.Fingerprint]time.Time
+}
+
+func newTokenTable(file tokens) *tokenTable {
+	t := &tokenTable{all: file.Tokens, byID: make(map[string]*tokenRecord, len(file.Tokens)),
+		removed: make(map[tunnel.Fingerprint]time.Time, len(file.Removed))}
+	for i := range t.all {
+		t.byID[t.all[i].ID] = &t.all[i]
+	}
+	for _, r := range file.Removed {
+		t.removed[tunnel.Fingerprint(r.Key)] = r.Since
+	}
+	return t
+}
+
+// withSecret looks at every token, for as long whichever it is.
+func (t *tokenTable) withSecret(sum digest) *tokenRecord {
+	found := -1
+	for i := range t.all {
+		if subtle.ConstantTimeCompare(t.all[i].SHA256[:], sum[:]) == 1 {
+			found = i
+		}
+	}
+	if found < 0 {
+		return nil
+	}
+	return &t.all[found]
 }
 
 // A stamp tells one version of a file from another.
