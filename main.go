@@ -16,6 +16,7 @@ import (
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/quicvpn/quicvpn/driver"
 	"github.com/quicvpn/quicvpn/gateway"
 	"github.com/quicvpn/quicvpn/internal/settings"
 	"github.com/quicvpn/quicvpn/internal/token"
@@ -32,6 +33,7 @@ const (
 const (
 	gatewayDir = "/var/lib/quicvpn/gateway"
 	sidecarDir = "/var/lib/quicvpn/sidecar"
+	driverDir  = "/var/lib/quicvpn/driver"
 )
 
 func main() {
@@ -79,6 +81,7 @@ func newApp(stdout, stderr io.Writer, sources settings.Sources) *cli.App {
 			},
 			tokenCommand(),
 			sidecarCommand(logs),
+			driverCommand(logs),
 			versionCommand(),
 		},
 		HideHelpCommand: true, // package cli's knows one level of commands
@@ -242,6 +245,31 @@ func sidecarCommand(logs *logging) *cli.Command {
 					return err
 				}
 				return s.Run(ctx)
+			})
+		},
+	}
+}
+
+func driverCommand(logs *logging) *cli.Command {
+	var cfg driver.Config
+	return &cli.Command{
+		Name:  "driver",
+		Usage: "serve Docker as its network driver until a signal stops it: docker network create -d quicvpn",
+		Flags: append([]cli.Flag{
+			flag("token-file", settings.Var(&cfg.TokenFile, "", settings.String), "`FILE` that holds the join token of networks that are created without -o token-file; it is read at each creation"),
+			stateDir(&cfg.StateDir, driverDir, "`DIR` for networks, their keys and tokens"),
+			flag("plugin-dir", settings.Var(&cfg.PluginDir, "/run/docker/plugins", settings.String), "`DIR` in which Docker looks for the driver's socket"),
+			flag("docker-socket", settings.Var(&cfg.DockerSocket, "/run/docker.sock", settings.String), "Docker's own `SOCKET`, which is asked after a start for networks that were removed meanwhile"),
+			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
+		}, logs.flags()...),
+		Action: func(c *cli.Context) error {
+			cfg.Log = logs.open(c.App)
+			return serve(c.Context, cfg.Log, func(ctx context.Context) error {
+				d, err := driver.New(cfg)
+				if err != nil {
+					return err
+				}
+				return d.Run(ctx)
 			})
 		},
 	}

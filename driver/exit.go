@@ -1,0 +1,244 @@
+package driver
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/quicvpn/quicvpn/driver/hub"
+	"github.com/quicvpn/quicvpn/internal/identity"
+	"github.com/quicvpn/quicvpn/internal/token"
+	"github.com/quicvpn/quicvpn/sidecar"
+	"github.com/quicvpn/quicvpn/tunnel"
+)
+
+// An exit is a gateway through which containers of a network leave: a session,
+// with a key and a block of addresses of its own.
+type exit struct {
+	network *network
+	record  *exitRecord // guarded by the network's lock
+	link    *sidecar.Link
+	cancel  context.CancelFunc
+	done    chan struct{} // closed when the link runs no more
+	ready   chan struct{} // closed when there was a session
+	// announced says that other members reach containers by their own addresses;
+	// guarded by the network's lock.
+	announced bool
+}
+
+// startExits starts all exits of the record.
+func (n *network) startExits() error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, r := range n.record.Exits {
+		if err := n.startExitLocked(r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (n *network) startExitLocked(r *exitRecord) error {
+	t, err := token.Parse(r.Token)
+	if err != nil {
+		return err
+	}
+	key, _, err := identity.LoadOrCreate(filepath.Join(n.dir, r.Name+".key"))
+	if err != nil {
+		return fmt.Errorf("the network's key: %w", err)
+	}
+	x := &exit{network: n, record: r, done: make(chan struct{}), ready: make(chan struct{})}
+	cfg := sidecar.LinkConfig{
+		Token: t, Key: key, Queues: n.record.Queues, MTU: n.record.MTU,
+		DisableOffload: n.driver.cfg.DisableOffload,
+		Block:          true,
+		Drops:          &n.drops, Log: n.log,
+		Check: n.checkGrant, Connected: x.connected, Disconnected: x.disconnected, Changed: x.changed,
+	}
+	if r.Name == mainExit {
+		cfg.Announce = n.record.Subnets
+	}
+	if x.link, err = sidecar.NewLink(cfg); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	x.cancel = cancel
+	n.exits[r.Name] = x
+	go func() {
+		defer close(x.done)
+		// It only ends when it is told to.
+		n.complain(x.link.Run(ctx))
+	}()
+	return nil
+}
+
+// wait returns when there was a session, or with the reason why there is none.
+func (x *exit) wait(timeout time.Duration) error {
+	deadline := time.After(timeout)
+	// A gateway that says no says it soon, and will not change its mind.
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		select {
+		case <-x.ready:
+			return nil
+		case <-deadline:
+			err := x.link.Status().Err
+			if err == nil {
+				err = errors.New("the gateway has not answered")
+			}
+			return fmt.Errorf("no tunnel after %v: %w; nothing was created: try again, or create the network without waiting for its gateway (-o wait=0)", timeout, err)
+		case <-tick.C:
+			var refused *tunnel.RefusedError
+			if err := x.link.Status().Err; errors.As(err, &refused) && refused.Status != http.StatusServiceUnavailable {
+				return err
+			}
+		}
+	}
+}
+
+// stop ends the session and returns when it has.
+func (x *exit) stop() {
+	x.cancel()
+	<-x.done
+}
+
+// leave gives up the membership at the gateway, and then the session.
+func (x *exit) leave(ctx context.Context) {
+	defer x.stop()
+	if err := x.link.Leave(ctx); err != nil {
+		x.network.log.Warn("the gateway was not told that this client leaves, and keeps its addresses until the client is removed there",
+			"error", err)
+	}
+}
+
+// connected puts a session in use.
+func (x *exit) connected(g tunnel.Grant) tunnel.Sink {
+	n := x.network
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	x.takeLocked(g)
+	x.announced = len(g.Announced) > 0 && g.AnnounceRefused == ""
+	if g.AnnounceRefused != "" {
+		n.log.Warn("other members of the network cannot reach containers here by their own addresses, and are not reached from here; "+
+			"traffic to the internet is not affected", "reason", g.AnnounceRefused)
+	}
+	x.plugLocked()
+	n.syncMTULocked()
+	select {
+	case <-x.ready:
+	default:
+		close(x.ready)
+	}
+	return n.hub
+}
+
+// takeLocked notes what the gateway leased.
+func (x *exit) takeLocked(g tunnel.Grant) {
+	n, r := x.network, x.record
+	block := slices.DeleteFunc(slices.Clone(g.Block), func(p netip.Prefix) bool { return p.Addr().BitLen()-p.Bits() != 8 })
+	if len(block) == 0 {
+		n.log.Error("the gateway leases no block of addresses: install the same release on both; containers reach nothing outside")
+	}
+	changed := !slices.Equal(r.Block, block)
+	if changed && len(r.Block) > 0 {
+		n.log.Warn("the gateway leases other addresses than before", "before", r.Block, "now", block)
+		if len(n.record.Subnets) == 0 {
+			n.log.Error("containers with addresses of the old block reach nothing outside: start them again")
+		}
+	}
+	if !changed && slices.Equal(r.Gateway, g.Gateway) && r.MTU == x.link.MTU() {
+		return
+	}
+	r.Block, r.Gateway, r.MTU = block, slices.Clone(g.Gateway), x.link.MTU()
+	if err := n.saveLocked(); err != nil {
+		n.log.Error("the gateway's lease is not stored", "error", err)
+	}
+	for id, e := range n.joined {
+		if e.record.Exit == r.Name {
+			n.complain(n.hub.SetOutside(id, n.addrsLocked(e.record)))
+		}
+	}
+}
+
+// plugLocked connects the hub with the session.
+func (x *exit) plugLocked() {
+	x.network.hub.SetUplink(&hub.Uplink{
+		Send:      x.link.Send,
+		Peers:     x.link.Peers(),
+		Announced: x.announced,
+		Gateway:   x.record.Gateway,
+	})
+}
+
+func (x *exit) disconnected() { x.network.hub.SetUplink(nil) }
+
+// changed follows the session's MTU and the other members' addresses.
+func (x *exit) changed() {
+	n := x.network
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	x.plugLocked()
+	if mtu := x.link.MTU(); mtu != 0 {
+		x.record.MTU = mtu
+	}
+	n.syncMTULocked()
+}
+
+// checkGrant refuses a gateway whose pool has addresses of the network's own:
+// nobody in them could be reached.
+func (n *network) checkGrant(g tunnel.Grant) error {
+	for _, p := range g.Block {
+		for _, s := range n.record.Subnets { // which never change
+			if p.Overlaps(s) {
+				return fmt.Errorf("the network's subnet %v overlaps the gateway's pool at %v: create the network with another --subnet", s, p)
+			}
+		}
+	}
+	return nil
+}
+
+// exitLocked returns the record of the exit that a container asks for. Where it
+// is new, it is made, and started.
+func (n *network) exitLocked(o exitOptions) (*exitRecord, error) {
+	if !o.isSet() {
+		return n.record.Exits[0], nil
+	}
+	sum := sha256.Sum256([]byte(o.tokenText))
+	name := hex.EncodeToString(sum[:8])
+	if r := n.record.exit(name); r != nil {
+		return r, nil
+	}
+	r := &exitRecord{Name: name, Token: o.tokenText}
+	n.record.Exits = append(n.record.Exits, r)
+	if err := n.saveLocked(); err != nil {
+		n.record.Exits = n.record.Exits[:len(n.record.Exits)-1]
+		return nil, err
+	}
+	return r, n.startExitLocked(r)
+}
+
+// dropExitLocked gives up an exit that no container uses any more.
+func (n *network) dropExitLocked(name string) {
+	x := n.exits[name]
+	if name == mainExit || x == nil || slices.ContainsFunc(n.record.Endpoints, func(e *endpointRecord) bool { return e.Exit == name }) {
+		return
+	}
+	delete(n.exits, name)
+	n.record.Exits = slices.DeleteFunc(n.record.Exits, func(r *exitRecord) bool { return r.Name == name })
+	key := filepath.Join(n.dir, name+".key")
+	go func() { // the engine does not wait for a gateway
+		ctx, cancel := context.WithTimeout(context.Background(), leaveTimeout)
+		defer cancel()
+		x.leave(ctx)
+		n.complain(os.Remove(key))
+	}()
+}
