@@ -128,7 +128,7 @@ func newGateway(cfg Config) (_ *Gateway, err error) {
 		cfg.Listen = netip.AddrPortFrom(netip.IPv6Unspecified(), g.state.port())
 	}
 	g.server, err = tunnel.Listen(tunnel.ServerConfig{
-		Listen: cfg.Listen, Key: g.state.Key(), Authorize: g.authorize, Serve: g.serve,
+		Listen: cfg.Listen, Key: g.state.Key(), Authorize: g.authorize, Serve: g.serve, Leave: g.leave,
 		Queues: cfg.Queues, MTU: cfg.MTU, DisableOffload: cfg.DisableOffload,
 		Drops: &g.drops, Log: cfg.Log,
 	})
@@ -188,6 +188,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 	group.Go(func() error { return g.state.Watch(ctx, g.router.detachRevoked) })
 	group.Go(func() error { return g.egress.keep(ctx) })
 	group.Go(func() error { return g.report(ctx) })
+	group.Go(func() error { return g.router.expire(ctx) })
 	for i, q := range g.egress.dev.Queues() {
 		group.Go(func() error { return g.readKernel(ctx, i, q) })
 	}
@@ -224,7 +225,14 @@ func (g *Gateway) authorize(_ context.Context, join tunnel.Join) (tunnel.Grant, 
 		return tunnel.Grant{}, err
 	}
 	g.egress.letThrough(c.Allow)
-	return g.grant(c), nil
+	granted := g.grant(c)
+	granted.Announced, granted.AnnounceRefused, granted.Peers = g.router.claim(c, join.Announce)
+	return granted, nil
+}
+
+// leave forgets a client that will not come back. Its session the tunnel ends.
+func (g *Gateway) leave(key tunnel.Fingerprint) error {
+	return g.state.Remove(key, func(ids []tunnel.Fingerprint) { g.router.forget(ids) })
 }
 
 func (g *Gateway) grant(c Client) tunnel.Grant {
@@ -233,8 +241,13 @@ func (g *Gateway) grant(c Client) tunnel.Grant {
 	if len(c.Allow) > 0 {
 		routes = append(append([]netip.Prefix{}, c.Allow...), pools...)
 	}
+	var block []netip.Prefix
+	if c.Block4.IsValid() {
+		block = []netip.Prefix{c.Block4, c.Block6}
+	}
 	return tunnel.Grant{
 		Network:   c.Network,
+		Block:     block,
 		Addresses: []netip.Addr{c.Addr4, c.Addr6},
 		Routes:    routes,
 		Gateway:   []netip.Addr{g.router.own4, g.router.own6},
@@ -247,6 +260,10 @@ func (g *Gateway) grant(c Client) tunnel.Grant {
 func (g *Gateway) clientOf(key tunnel.Fingerprint, granted tunnel.Grant) (Client, bool) {
 	c, ok := g.state.Lookup(key)
 	now := g.grant(c)
+	// Another join of the key may have got it a block that this one has not.
+	if len(granted.Block) > 0 && !slices.Equal(now.Block, granted.Block) {
+		return c, false
+	}
 	return c, ok && now.Network == granted.Network &&
 		slices.Equal(now.Addresses, granted.Addresses) && slices.Equal(now.Routes, granted.Routes)
 }
@@ -264,14 +281,24 @@ func (g *Gateway) serve(_ context.Context, s *tunnel.Session) {
 		s.Close("the token's allowed prefixes are not usable")
 		return
 	}
-	p := g.router.attach(c, s, pol)
+	p := g.router.attach(c, s, pol, s.Grant())
 	if p == nil {
 		s.Close("revoked")
 		return
 	}
 	defer g.router.detach(p)
 	log := g.cfg.Log.With("client", c.Name, "key", c.ID, "network", c.Network)
-	log.Info("client is here", "addresses", p.addrs(), "from", s.Remote())
+	here := []any{"addresses", p.addrs(), "from", s.Remote()}
+	if c.Block4.IsValid() {
+		here = append(here, "block4", c.Block4, "block6", c.Block6)
+	}
+	if len(p.announced) > 0 {
+		here = append(here, "announces", p.announced)
+	}
+	log.Info("client is here", here...)
+	if why := s.Grant().AnnounceRefused; why != "" {
+		log.Warn("not all prefixes that the client announces are taken", "reason", why)
+	}
 	reason := "closed by the gateway"
 	if err := s.Receive(p); err != nil {
 		reason = err.Error()

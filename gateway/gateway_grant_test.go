@@ -58,7 +58,7 @@ func TestClientOfAnOldGrant(t *testing.T) {
 			client Client
 			want   bool
 		}{{old, false}, {now, true}, {Client{ID: key(1), TokenID: now.TokenID, Addr4: netip.MustParseAddr("10.91.9.9")}, false}} {
-			if p := g.router.attach(tt.client, &fakeSession{}, pol); (p != nil) != tt.want {
+			if p := g.router.attach(tt.client, &fakeSession{}, pol, tunnel.Grant{}); (p != nil) != tt.want {
 				t.Errorf("%d: attach of %+v gave %v", i, tt.client, p)
 			}
 		}

@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 
@@ -26,7 +27,11 @@ import (
 // Prefixes for documentation are ordinary addresses here.
 //
 // It is compiled once a session; a lookup is a binary search without allocation.
-type policy struct{ open *netipx.IPSet }
+type policy struct {
+	open *netipx.IPSet
+	// private is what the allow list itself opens of private space.
+	private *netipx.IPSet
+}
 
 // closedPrivate is the address space of private networks.
 var closedPrivate = mustSet(
@@ -78,7 +83,7 @@ func newPolicy(allow []netip.Prefix) (*policy, error) {
 	if len(allow) == 0 {
 		allow = []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
 	}
-	var open netipx.IPSetBuilder
+	var open, private netipx.IPSetBuilder
 	for _, prefix := range allow {
 		open.AddPrefix(prefix)
 	}
@@ -88,15 +93,24 @@ func newPolicy(allow []netip.Prefix) (*policy, error) {
 	for _, prefix := range allow {
 		if closedPrivate.ContainsPrefix(prefix) {
 			open.AddPrefix(prefix)
+			private.AddPrefix(prefix)
 		}
 	}
 	open.RemoveSet(closedNever)
-	set, err := open.IPSet()
-	if err != nil {
+	private.RemoveSet(closedNever)
+	var pol policy
+	var err, err2 error
+	pol.open, err = open.IPSet()
+	pol.private, err2 = private.IPSet()
+	if err := errors.Join(err, err2); err != nil {
 		return nil, fmt.Errorf("read the allowed prefixes: %w", err)
 	}
-	return &policy{open: set}, nil
+	return &pol, nil
 }
 
 // allows reports whether the client may reach dst.
 func (p *policy) allows(dst netip.Addr) bool { return p.open.Contains(dst) }
+
+// names reports whether the allow list opens a private address: it is then the
+// one that the gateway reaches, whatever other clients announce.
+func (p *policy) names(dst netip.Addr) bool { return p.private.Contains(dst) }

@@ -14,6 +14,7 @@ import (
 // A session is what the router needs of a tunnel.Session.
 type session interface {
 	Send(queue int, pkts []packet.Packet, errs tunnel.Sink)
+	SetPeers(peers []netip.Prefix) error
 	Close(reason string) error
 }
 
@@ -45,14 +46,21 @@ type router struct {
 	cfg      routerConfig
 	own4     netip.Addr // the gateway's own in the pools
 	own6     netip.Addr
+	numbers  numbers
 	toKernel kernelSink
 
 	// shards find the port of an address without a lock. Each map is replaced,
 	// never changed.
 	shards [shardCount]atomic.Pointer[map[netip.Addr]*port]
 
-	mu    sync.Mutex // guards ports, and who replaces shards
-	ports map[tunnel.Fingerprint]*port
+	// blocks find the port of a block, by its run of numbers.
+	blocks []atomic.Pointer[port]
+
+	// mu guards what follows, and who replaces shards and the tables of
+	// networks.
+	mu       sync.Mutex
+	ports    map[tunnel.Fingerprint]*port
+	networks map[string]*network
 }
 
 // shardCount bounds what a join copies: a shard holds one in so many addresses.
@@ -65,15 +73,20 @@ type port struct {
 	client  Client
 	session session
 	policy  *policy
-	errors  errorSink
-	limit   packet.Limiter // of the ICMP errors that answer this client
+	network *network
+	// announced are the prefixes of the client's claims.
+	announced []netip.Prefix
+	errors    errorSink
+	limit     packet.Limiter // of the ICMP errors that answer this client
 	// gone is set before another may have the addresses.
 	gone atomic.Bool
 }
 
 func newRouter(cfg routerConfig) *router {
 	r := &router{cfg: cfg, own4: firstHost(cfg.pool4), own6: firstHost(cfg.pool6),
-		ports: make(map[tunnel.Fingerprint]*port)}
+		numbers: newNumbers(cfg.pool4, cfg.pool6),
+		ports:   make(map[tunnel.Fingerprint]*port), networks: make(map[string]*network)}
+	r.blocks = make([]atomic.Pointer[port], r.numbers.runs())
 	r.toKernel.router = r
 	for i := range r.shards {
 		r.shards[i].Store(&map[netip.Addr]*port{})
@@ -90,8 +103,16 @@ func (r *router) shard(ip netip.Addr) *atomic.Pointer[map[netip.Addr]*port] {
 	return &r.shards[ip.As16()[15]]
 }
 
-// lookup returns the port of an address, or nil.
-func (r *router) lookup(ip netip.Addr) *port { return (*r.shard(ip).Load())[ip] }
+// lookup returns the port of an address, or of the block around it, or nil.
+func (r *router) lookup(ip netip.Addr) *port {
+	if p := (*r.shard(ip).Load())[ip]; p != nil {
+		return p
+	}
+	if host, ok := r.numbers.of(ip); ok && host < r.numbers.end {
+		return r.blocks[host/blockSize].Load()
+	}
+	return nil
+}
 
 // setLocked replaces the shard of an address; p nil removes the address.
 func (r *router) setLocked(ip netip.Addr, p *port) {
@@ -105,13 +126,13 @@ func (r *router) setLocked(ip netip.Addr, p *port) {
 	s.Store(&next)
 }
 
-// attach gives a client's addresses to a session. An older session of the client
-// loses them in the same moment and is closed. It returns nil for a client that
-// was revoked meanwhile.
-func (r *router) attach(c Client, s session, pol *policy) *port {
+// attach gives a client's addresses, and the prefixes that it may announce, to a
+// session. An older session of the client loses them in the same moment and is
+// closed. It returns nil for a client that was revoked meanwhile.
+func (r *router) attach(c Client, s session, pol *policy, granted tunnel.Grant) *port {
 	p := &port{router: r, client: c, session: s, policy: pol}
 	p.errors.port = p
-	old, ok := r.replace(p)
+	old, ok := r.replace(p, granted)
 	if !ok {
 		return nil
 	}
@@ -123,18 +144,25 @@ func (r *router) attach(c Client, s session, pol *policy) *port {
 
 // replace puts a port in place and returns those that had its client or one of
 // its addresses.
-func (r *router) replace(p *port) (old []*port, ok bool) {
+func (r *router) replace(p *port, granted tunnel.Grant) (old []*port, ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	// Asked under the lock that detachRevoked takes after the revocation.
 	if !r.cfg.admitted(p.client) {
 		return nil, false
 	}
+	p.network = r.networkLocked(p.client.Network)
 	if o := r.ports[p.client.ID]; o != nil {
 		old = append(old, o)
 	}
 	for _, ip := range p.addrs() {
 		if o := r.lookup(ip); o != nil && !slices.Contains(old, o) {
+			old = append(old, o)
+		}
+	}
+	block := p.block()
+	if block != nil {
+		if o := block.Load(); o != nil && !slices.Contains(old, o) {
 			old = append(old, o)
 		}
 	}
@@ -145,9 +173,13 @@ func (r *router) replace(p *port) (old []*port, ok bool) {
 	for _, ip := range p.addrs() {
 		r.setLocked(ip, p)
 	}
+	if block != nil {
+		block.Store(p)
+	}
 	for _, o := range old {
 		r.removeLocked(o)
 	}
+	r.holdLocked(p, granted)
 	return old, true
 }
 
@@ -168,26 +200,36 @@ func (r *router) removeLocked(p *port) {
 			r.setLocked(ip, nil)
 		}
 	}
+	if block := p.block(); block != nil {
+		block.CompareAndSwap(p, nil)
+	}
+	r.releaseLocked(p)
 }
 
 // detachRevoked takes the addresses of revoked clients away, closes their
 // sessions, and returns when that is done.
 func (r *router) detachRevoked(ids []tunnel.Fingerprint) {
-	var gone []*port
+	var wg sync.WaitGroup
+	for _, p := range r.forget(ids) {
+		wg.Go(func() { p.session.Close("revoked") })
+	}
+	wg.Wait()
+}
+
+// forget takes the addresses and the claims of clients away, and returns the
+// ports that had them.
+func (r *router) forget(ids []tunnel.Fingerprint) (gone []*port) {
 	r.mu.Lock()
+	defer r.mu.Unlock()
 	for _, id := range ids {
 		if p := r.ports[id]; p != nil {
 			p.gone.Store(true)
 			r.removeLocked(p)
 			gone = append(gone, p)
 		}
+		r.dropLocked(id, nil)
 	}
-	r.mu.Unlock()
-	var wg sync.WaitGroup
-	for _, p := range gone {
-		wg.Go(func() { p.session.Close("revoked") })
-	}
-	wg.Wait()
+	return gone
 }
 
 // sessions returns how many clients are here.
@@ -206,4 +248,14 @@ func (p *port) addrs() []netip.Addr {
 		}
 	}
 	return ips
+}
+
+// block returns where the port of the client's block stands, or nil if it has
+// none.
+func (p *port) block() *atomic.Pointer[port] {
+	run, ok := p.router.numbers.run(p.client.Block4, p.client.Block6)
+	if !ok {
+		return nil
+	}
+	return &p.router.blocks[run]
 }

@@ -22,6 +22,10 @@ type fakeSession struct {
 	// tooBig makes Send answer everything with an ICMP error of this MTU.
 	tooBig int
 	from   netip.Addr
+
+	refused string         // why not all that it announced was taken
+	peers   []netip.Prefix // the last that it was told
+	told    int            // how often it was told
 }
 
 func (f *fakeSession) Send(queue int, pkts []packet.Packet, errs tunnel.Sink) {
@@ -37,6 +41,14 @@ func (f *fakeSession) Send(queue int, pkts []packet.Packet, errs tunnel.Sink) {
 		f.pkts = append(f.pkts, p)
 		f.queues = append(f.queues, queue)
 	}
+}
+
+func (f *fakeSession) SetPeers(peers []netip.Prefix) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.peers = peers
+	f.told++
+	return nil
 }
 
 func (f *fakeSession) Close(reason string) error {
@@ -105,15 +117,24 @@ func newRouterLab(t testing.TB) *routerLab {
 
 func (l *routerLab) join(t testing.TB, id byte, network, ip4, ip6 string, allow ...netip.Prefix) (*port, *fakeSession) {
 	t.Helper()
-	pol, err := newPolicy(allow)
+	return l.attachAs(t, Client{ID: tunnel.Fingerprint{id}, Network: network,
+		Addr4: netip.MustParseAddr(ip4), Addr6: netip.MustParseAddr(ip6), Allow: allow})
+}
+
+// attachAs joins as a client does: it announces, and then has a session.
+func (l *routerLab) attachAs(t testing.TB, c Client, announce ...netip.Prefix) (*port, *fakeSession) {
+	t.Helper()
+	pol, err := newPolicy(c.Allow)
 	if err != nil {
 		t.Fatal(err)
 	}
 	s := &fakeSession{from: netip.MustParseAddr(gw4)}
-	p := l.attach(Client{ID: tunnel.Fingerprint{id}, Network: network,
-		Addr4: netip.MustParseAddr(ip4), Addr6: netip.MustParseAddr(ip6)}, s, pol)
+	var granted tunnel.Grant
+	granted.Announced, granted.AnnounceRefused, granted.Peers = l.claim(c, announce)
+	s.refused, s.peers = granted.AnnounceRefused, granted.Peers
+	p := l.attach(c, s, pol, granted)
 	if p == nil {
-		t.Fatalf("client %d was not taken", id)
+		t.Fatalf("client %v was not taken", c.ID)
 	}
 	return p, s
 }
@@ -146,5 +167,6 @@ func describe(p packet.Packet) string {
 type quietSession struct{}
 
 func (*quietSession) Send(int, []packet.Packet, tunnel.Sink) {}
+func (*quietSession) SetPeers([]netip.Prefix) error          { return nil }
 func (*quietSession) Close(string) error                     { return nil }
 func (*quietSession) Write([]packet.Packet) error            { return nil }

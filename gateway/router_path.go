@@ -36,7 +36,7 @@ const (
 	wayRefused                 // against the policy
 	wayUnrouted                // of an IP version that does not leave
 	wayOwn                     // to the gateway itself
-	wayNobody                  // an address of the pools that has no client here
+	wayNobody                  // an address of the network that has no client here
 )
 
 // A memo remembers the way to the destination before: a batch is of few flows.
@@ -75,7 +75,8 @@ func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
 		r.cfg.drops.Add(packet.DropMalformed, 1)
 		return way{}
 	}
-	if h.Src != p.client.Addr4 && h.Src != p.client.Addr6 {
+	inPool := p.owns(h.Src)
+	if !inPool && !contains(p.announced, h.Src) {
 		r.cfg.drops.Add(packet.DropSource, 1)
 		return way{}
 	}
@@ -84,6 +85,11 @@ func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
 	}
 	switch w := last.way; w.kind {
 	case wayOut:
+		if !inPool { // the internet cannot answer it
+			r.cfg.drops.Add(packet.DropSource, 1)
+			p.answerUnreachable(queue, pkt.Data, packet.AdminProhibited)
+			return way{}
+		}
 		return w
 	case wayPeer:
 		if !packet.DecrementHopLimit(pkt.Data) {
@@ -118,17 +124,43 @@ func (p *port) find(dst netip.Addr) way {
 	case dst == r.own4 || dst == r.own6:
 		return way{kind: wayOwn}
 	case r.cfg.pool4.Contains(dst) || r.cfg.pool6.Contains(dst):
-		// A client of another network looks like one that is not there.
-		if peer := r.lookup(dst); peer != nil && peer.client.Network == p.client.Network {
-			return way{kind: wayPeer, peer: peer}
-		}
-		return way{kind: wayNobody}
+		return p.findPeer(dst, r.lookup(dst))
+	}
+	if peer, ok := p.network.lookup(dst); ok && !p.policy.names(dst) && !r.cfg.isHost(dst) {
+		return p.findPeer(dst, peer)
+	}
+	switch {
 	case !p.policy.allows(dst) || r.cfg.isHost(dst):
 		return way{kind: wayRefused}
 	case dst.Is6() && !r.cfg.exit6:
 		return way{kind: wayUnrouted}
 	}
 	return way{kind: wayOut}
+}
+
+// findPeer returns the way to an address that is a peer's. A client of another
+// network looks like one that is not there. So does whom the client itself should
+// know, in its block or what it announced: it would get the packet back.
+func (p *port) findPeer(dst netip.Addr, peer *port) way {
+	if peer == nil || peer.network != p.network || peer == p && dst != p.client.Addr4 && dst != p.client.Addr6 {
+		return way{kind: wayNobody}
+	}
+	return way{kind: wayPeer, peer: peer}
+}
+
+// owns reports whether an address of the pools is the client's.
+func (p *port) owns(ip netip.Addr) bool {
+	c := &p.client
+	return ip == c.Addr4 || ip == c.Addr6 || c.Block4.Contains(ip) || c.Block6.Contains(ip)
+}
+
+func contains(prefixes []netip.Prefix, ip netip.Addr) bool {
+	for _, p := range prefixes {
+		if p.Contains(ip) {
+			return true
+		}
+	}
+	return false
 }
 
 // pass hands on a run of packets.

@@ -81,7 +81,7 @@ func TestRouterRevokes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if p := l.attach(Client{ID: tunnel.Fingerprint{1}, Addr4: netip.MustParseAddr(a4)}, late, pol); p != nil || l.sessions() != 1 {
+	if p := l.attach(Client{ID: tunnel.Fingerprint{1}, Addr4: netip.MustParseAddr(a4)}, late, pol, tunnel.Grant{}); p != nil || l.sessions() != 1 {
 		t.Error("a revoked client was taken")
 	}
 }
@@ -105,6 +105,8 @@ func (s *checkedSession) Send(_ int, pkts []packet.Packet, _ tunnel.Sink) {
 	s.got.Add(int64(len(pkts)))
 }
 
+func (s *checkedSession) SetPeers([]netip.Prefix) error { return nil }
+
 func (s *checkedSession) Close(string) error { s.closings.Add(1); return nil }
 
 // Sessions come, go and replace each other while packets for them come from the
@@ -126,7 +128,7 @@ func TestRouterUnderChurn(t *testing.T) {
 	}
 	join := func(i int) (*port, *checkedSession) {
 		s := &checkedSession{addrs: addr(i), strayed: &strayed}
-		p := l.attach(Client{ID: tunnel.Fingerprint{100, byte(i)}, Network: "one", Addr4: s.addrs[0], Addr6: s.addrs[1]}, s, pol)
+		p := l.attach(Client{ID: tunnel.Fingerprint{100, byte(i)}, Network: "one", Addr4: s.addrs[0], Addr6: s.addrs[1]}, s, pol, tunnel.Grant{})
 		return p, s
 	}
 	var churn, load sync.WaitGroup
