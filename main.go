@@ -81,6 +81,7 @@ func newApp(stdout, stderr io.Writer, sources settings.Sources) *cli.App {
 			},
 			tokenCommand(),
 			sidecarCommand(logs),
+			healthcheckCommand(),
 			driverCommand(logs),
 			versionCommand(),
 		},

@@ -97,14 +97,14 @@ func TestBadUsage(t *testing.T) {
 		env  []string
 		want string
 	}{
-		{args: "", want: `"quicvpn" needs a command: gateway, token, sidecar, version, help; "quicvpn --help" explains them`},
-		{args: "gatway run", want: `"quicvpn" has no command "gatway": it has gateway, token, sidecar, version, help`},
+		{args: "", want: `"quicvpn" needs a command: gateway, token, sidecar, healthcheck, driver, version, help; "quicvpn --help" explains them`},
+		{args: "gatway run", want: `"quicvpn" has no command "gatway": it has gateway, token, sidecar, healthcheck, driver, version, help`},
 		{args: "--verbose", want: `unknown flag --verbose; "quicvpn --help" lists the flags`},
 		{args: "--log-format xml version", want: `--log-format: must be one of text, json; "quicvpn --help" lists the flags`},
 		{args: "--log-level loud version", want: `--log-level: must be one of debug, info, warn, error; "quicvpn --help" lists the flags`},
 		{args: "version", env: []string{"QUICVPN_LOG_LEVEL=loud"}, want: `QUICVPN_LOG_LEVEL: must be one of debug, info, warn, error`},
 		{args: "version now", want: `unexpected argument "now"; "quicvpn version --help" shows how it is used`},
-		{args: "help nothing", want: `"quicvpn" has no command "nothing": it has gateway, token, sidecar, version, help`},
+		{args: "help nothing", want: `"quicvpn" has no command "nothing": it has gateway, token, sidecar, healthcheck, driver, version, help`},
 		{args: "help token nothing", want: `"quicvpn token" has no command "nothing": it has create, list, revoke`},
 		{args: "help sidecar up", want: `unexpected argument "up"; "quicvpn sidecar --help" shows how it is used`},
 		{args: "help --all", want: `unknown flag --all; "quicvpn help --help" lists the flags`},
@@ -157,6 +157,9 @@ func TestBadUsage(t *testing.T) {
 		{args: "sidecar --token x --token-file x", want: `--token: the join token does not start with qv1_: copy all of the line that ` + "`quicvpn token create`" + ` printed; "quicvpn sidecar --help" lists the flags`},
 		{args: "sidecar --token-file /nowhere/token", want: `--token-file /nowhere/token: there is no such file: check the path`},
 		{args: "sidecar --token-file /", want: `--token-file /: it is a directory (Docker makes one where the file to mount does not exist): check the path on the host`},
+		{args: "healthcheck --timeout 0s", want: `--timeout: must be longer than 0; "quicvpn healthcheck --help" lists the flags`},
+		{args: "healthcheck --timeout soon", want: `--timeout: not a time span: write it as 30m, 24h or 720h; "quicvpn healthcheck --help" lists the flags`},
+		{args: "healthcheck now", want: `unexpected argument "now"; "quicvpn healthcheck --help" shows how it is used`},
 		{args: "sidecar --token-file " + file + " up", want: `--token-file ` + file + `: the join token is damaged or incomplete: copy it again`},
 	}
 	for _, tt := range tests {
@@ -174,7 +177,7 @@ func TestBadUsage(t *testing.T) {
 
 func TestHelp(t *testing.T) {
 	for _, args := range []string{"--help", "-h", "help", "gateway --help", "gateway init --help", "gateway run -h",
-		"token create --help", "token list --help", "token revoke --help", "sidecar --help", "version --help", "help --help"} {
+		"token create --help", "token list --help", "token revoke --help", "sidecar --help", "healthcheck --help", "version --help", "help --help"} {
 		got := quicvpn(t, nil, strings.Fields(args)...)
 		if got.code != exitOK || got.stderr != "" || !strings.Contains(got.stdout, "USAGE:") {
 			t.Errorf("%s: %+v", args, got)

@@ -84,7 +84,8 @@ type Link struct {
 	c   *connector
 
 	changed chan struct{}           // receives a value when the way to the gateway may have
-	leaving atomic.Bool             // it is being given up: no session may open
+	news    chan struct{}           // receives a value when Status has changed
+	leaving atomic.Bool             // the membership is being given up: no session may open
 	current atomic.Pointer[session] // nil while there is none
 
 	mu       sync.Mutex         // guards what follows
@@ -160,7 +161,7 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	if out.dial == nil {
 		out.dial = quicDialer(cfg, out)
 	}
-	l := &Link{cfg: cfg, out: out, changed: make(chan struct{}, 1)}
+	l := &Link{cfg: cfg, out: out, changed: make(chan struct{}, 1), news: make(chan struct{}, 1)}
 	l.c = &connector{
 		host: host, port: port, hint: out.hint,
 		dial:    l.dial,
@@ -331,6 +332,7 @@ func (l *Link) adopt(s session) tunnel.Sink {
 	})
 	sink := l.cfg.Connected(grant)
 	l.current.Store(&s)
+	kick(l.news)
 	return sink
 }
 
@@ -358,13 +360,17 @@ func (l *Link) release(s session) {
 		l.mtu, l.peers = 0, nil
 		l.status.Gateway, l.status.Since = netip.AddrPort{}, time.Now()
 	})
+	kick(l.news)
 	if l.cfg.Disconnected != nil {
 		l.cfg.Disconnected()
 	}
 }
 
 // fail keeps what is wrong; nil where nothing is any more.
-func (l *Link) fail(err error) { l.set(func() { l.status.Err = err }) }
+func (l *Link) fail(err error) {
+	l.set(func() { l.status.Err = err })
+	kick(l.news)
+}
 
 // mtuLocked is the MTU of the devices that lead to a session. The least is what
 // every IPv4 host must take (RFC 791, section 3.1). A session that has just begun

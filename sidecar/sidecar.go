@@ -72,7 +72,8 @@ func (k KillSwitch) String() string {
 type Config struct {
 	// Token says where the gateway is and how to recognise it. Required.
 	Token token.Token
-	// StateDir holds the client's key, which is made at the first start. Required.
+	// StateDir holds the client's key, which is made at the first start, and while
+	// the sidecar runs a file that says how it is, for CheckHealth. Required.
 	StateDir string
 	// Interface is the name of the TUN device; empty means quicvpn0.
 	Interface string
@@ -185,6 +186,7 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 	g.Go(func() error { return n.keep(ctx) })
 	g.Go(func() error { return n.pump(ctx, link) })
 	g.Go(func() error { return link.Run(ctx) })
+	g.Go(func() error { s.keepStatus(ctx, n, link); return nil })
 	err = g.Wait()
 	s.cfg.Log.Info("stopped", "drops", s.drops.Snapshot())
 	return err
