@@ -13,12 +13,56 @@ UNIT := $$($(GO) list ./... | grep -v /e2e)
 # off a failure.
 FUZZTIME ?= 20000x
 
-.PHONY: all build setup lint test e2e fuzz check demo bench-tunnel bench-tun clean
+# Where `make install` puts things; DESTDIR is for those who make packages.
+PREFIX ?= /usr/local
+UNITS = $(PREFIX)/lib/systemd/system
+# Set where systemd runs the machine that is installed on.
+SYSTEMD = $(if $(DESTDIR),,$(wildcard /run/systemd/system))
+# A client of Docker's that builds with BuildKit: one with the plugin buildx, or
+# else Debian's, which has it built in.
+DOCKER ?= $(if $(shell docker buildx version 2>/dev/null),docker,/usr/bin/docker)
+# Set where the image's binary is built here, which needs no network; empty where
+# Docker builds it in its image of Go.
+OFFLINE ?= $(if $(wildcard $(GO)),1)
+
+.PHONY: all build image plugin install uninstall setup lint test e2e fuzz check demo bench-tunnel bench-tun clean
 
 all: build
 
 build:
 	$(GO) build -trimpath -buildvcs=auto -ldflags='-s -w' -o bin/quicvpn .
+
+# The image quicvpn:latest, of all roles.
+image: $(if $(OFFLINE),build)
+	$(if $(OFFLINE),mkdir -p dist && cp bin/quicvpn dist/)
+	DOCKER_BUILDKIT=1 $(DOCKER) build $(if $(OFFLINE),--build-arg BIN_STAGE=prebuilt) -t quicvpn .
+
+# The managed plugin quicvpn:latest; `docker plugin enable quicvpn` starts it.
+plugin: build
+	rm -rf dist/plugin
+	mkdir -p dist/plugin/rootfs/var
+	ln -s ../run dist/plugin/rootfs/var/run
+	cp bin/quicvpn dist/plugin/rootfs/
+	cp packaging/plugin.json dist/plugin/config.json
+	$(DOCKER) plugin create quicvpn dist/plugin
+
+# The binary, and the driver as a service of systemd's. Nothing is started.
+install: build
+	install -D -m 755 bin/quicvpn $(DESTDIR)$(PREFIX)/bin/quicvpn
+	install -d $(DESTDIR)$(UNITS)
+	sed 's|/usr/local/|$(PREFIX)/|' packaging/quicvpn-driver.service >$(DESTDIR)$(UNITS)/quicvpn-driver.service
+ifneq ($(SYSTEMD),)
+	systemctl daemon-reload
+	@echo 'Docker networks: put a join token into /etc/quicvpn/token, then'
+	@echo '    systemctl enable --now quicvpn-driver'
+endif
+
+# Leaves what is in /etc/quicvpn and /var/lib/quicvpn: tokens and keys.
+uninstall:
+ifneq ($(SYSTEMD),)
+	-systemctl disable --now quicvpn-driver
+endif
+	rm -f $(DESTDIR)$(PREFIX)/bin/quicvpn $(DESTDIR)$(UNITS)/quicvpn-driver.service
 
 # Debian's packages that tests, the demo and the benchmarks use.
 setup:
