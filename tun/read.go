@@ -19,6 +19,13 @@ const (
 	readBudget = 512 << 10 // bytes that one Read hands out, about
 )
 
+// A readBuffer holds what one Read hands out. A queue has one from the first
+// packet that it finds until it finds none: those that are idle, most of many,
+// need none.
+type readBuffer [readBudget + maxPacket]byte
+
+var readBuffers = sync.Pool{New: func() any { return new(readBuffer) }}
+
 // A Queue is one of the device's queues. One goroutine reads it; any number may
 // write to it.
 //
@@ -31,7 +38,7 @@ type Queue struct {
 
 	// The reader's.
 	drain   func(fd uintptr) bool // q.drainAll, made once
-	buf     []byte
+	buf     *readBuffer           // nil while it waits
 	in      []packet.Packet
 	n       int
 	readErr error
@@ -45,7 +52,7 @@ func newQueue(d *Device, f *os.File) (*Queue, error) {
 	if err != nil {
 		return nil, err
 	}
-	q := &Queue{dev: d, file: f, conn: conn, buf: make([]byte, readBudget+maxPacket)}
+	q := &Queue{dev: d, file: f, conn: conn}
 	q.drain = q.drainAll
 	q.w.init(d)
 	return q, nil
@@ -69,6 +76,7 @@ func (q *Queue) Read(pkts []packet.Packet) (int, error) {
 	if q.n > 0 {
 		return q.n, nil // an error comes again
 	}
+	q.release()
 	return 0, q.dev.ioError(err, q.readErr)
 }
 
@@ -93,6 +101,9 @@ func (d *Device) ioError(runtime, call error) error {
 // drainAll reads until the queue is empty, and reports false where it was empty
 // from the start.
 func (q *Queue) drainAll(fd uintptr) bool {
+	if q.buf == nil {
+		q.buf = readBuffers.Get().(*readBuffer)
+	}
 	for off := 0; q.n < len(q.in) && off <= readBudget; {
 		b := q.buf[off : off+maxPacket]
 		n, _, errno := unix.RawSyscall(unix.SYS_READ, fd, uintptr(unsafe.Pointer(unsafe.SliceData(b))), maxPacket)
@@ -101,6 +112,9 @@ func (q *Queue) drainAll(fd uintptr) bool {
 		case unix.EINTR:
 			continue
 		case unix.EAGAIN:
+			if q.n == 0 {
+				q.release()
+			}
 			return q.n > 0
 		default:
 			q.readErr = errno
@@ -117,6 +131,14 @@ func (q *Queue) drainAll(fd uintptr) bool {
 		off = (off+int(n)+vnetLen+15)&^15 - vnetLen
 	}
 	return true
+}
+
+// release gives the buffer back, if there is one.
+func (q *Queue) release() {
+	if q.buf != nil {
+		readBuffers.Put(q.buf)
+		q.buf = nil
+	}
 }
 
 // decode makes a packet of what the kernel handed out.

@@ -75,8 +75,9 @@ type Uplink struct {
 	Send func(queue int, pkts []packet.Packet, errs tunnel.Sink)
 	// Peers are the prefixes of the gateway's network.
 	Peers []netip.Prefix
-	// Announced says that our subnets are among the peers' Peers, so that they
-	// see the containers' own addresses.
+	// Announced says that our subnets are among the peers' Peers: they see the
+	// containers' own addresses and are to use them. What they send to one of the
+	// block is answered from the container's own.
 	Announced bool
 	// Gateway are the gateway's own addresses.
 	Gateway []netip.Addr
