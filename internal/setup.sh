@@ -19,6 +19,10 @@ need iptables iptables
 need setpriv util-linux
 need git git
 need gcc gcc libc6-dev # the race detector
+[ -x /usr/bin/docker ] || missing="$missing docker.io" # another docker may come first
+need containerd containerd
+need runc runc
+need mmdebstrap mmdebstrap
 [ -e /etc/ssl/certs/ca-certificates.crt ] || missing="$missing ca-certificates"
 
 [ -n "$missing" ] || exit 0
@@ -30,8 +34,20 @@ echo "setup: installing$missing"
 export DEBIAN_FRONTEND=noninteractive
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-# shellcheck disable=SC2086 # a list of names
-if ! { apt-get update && apt-get install -y --no-install-recommends $missing; } >"$log" 2>&1; then
+# The tests start Docker Engines of their own; the machine's is not wanted.
+policy=/usr/sbin/policy-rc.d
+if [ ! -e $policy ]; then
+	trap 'rm -f "$log" $policy' EXIT
+	printf '#!/bin/sh\nexit 101\n' >$policy
+	chmod 755 $policy
+fi
+install() {
+	# Since Debian 13 the client has a package of its own.
+	case $missing in *docker.io*) apt-cache show docker-cli >/dev/null 2>&1 && missing="$missing docker-cli" ;; esac
+	# shellcheck disable=SC2086 # a list of names
+	apt-get install -y --no-install-recommends $missing
+}
+if ! { apt-get update && install; } >"$log" 2>&1; then
 	cat "$log" >&2
 	exit 1
 fi

@@ -50,7 +50,7 @@ func (e *Engine) powerOn() {
 	e.host.Store(h)
 	// Apart from the daemon: one that a killed daemon has left can keep the next
 	// from starting in time.
-	shims := e.Start(context.Background(), containerd, "--config", e.path("containerd.toml"),
+	shims := e.Start(context.Background(), containerd, "--log-level", "warn", "--config", e.path("containerd.toml"),
 		"--root", e.path("containerd"), "--state", "/run/containerd", "--address", containerdSocket)
 	e.wait(shims, func(ctx context.Context) error {
 		c, err := new(net.Dialer).DialContext(ctx, "unix", e.Path(containerdSocket))
