@@ -24,6 +24,7 @@ package dockerlab
 import (
 	"context"
 	"crypto/rand"
+	"encoding/json"
 	"fmt"
 	"net"
 	"net/http"
@@ -41,7 +42,8 @@ import (
 type Config struct {
 	// LiveRestore keeps containers running while the daemon does not.
 	LiveRestore bool
-	// DNS are the name servers of containers; none means those of ResolvConf.
+	// DNS are the name servers that /etc/docker/daemon.json names for containers;
+	// none means those of ResolvConf.
 	DNS []netip.Addr
 	// ResolvConf is what the host's /etc/resolv.conf says. Where it names no
 	// server, as when it is empty, Docker chooses public ones.
@@ -83,11 +85,13 @@ type Engine struct {
 func Start(tb netlab.TB, ns *netlab.NS, cfg Config) *Engine {
 	tb.Helper()
 	e := &Engine{tb: tb, outside: ns, cfg: cfg, dir: tb.TempDir(), cgroup: "quicvpn-" + rand.Text()}
-	for _, d := range []string{"docker", "containerd", "config"} {
+	for _, d := range []string{"docker", "containerd", "client", "etc-docker"} {
 		e.check(os.Mkdir(e.path(d), 0o711))
 	}
 	e.write("resolv.conf", cfg.ResolvConf)
-	e.write("daemon.json", "{}")
+	daemon, err := json.Marshal(map[string]any{"dns": cfg.DNS, "live-restore": cfg.LiveRestore})
+	e.check(err)
+	e.write("etc-docker/daemon.json", string(daemon))
 	// What Docker does not use takes a third of a second to start.
 	e.write("containerd.toml", `version = 2
 disabled_plugins = ["io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt", "io.containerd.internal.v1.tracing",
@@ -131,15 +135,9 @@ func (e *Engine) Kill() { e.daemon.Kill() }
 // once it answers.
 func (e *Engine) StartAgain() {
 	e.tb.Helper()
-	args := []string{"--config-file", e.path("daemon.json"), "--containerd", containerdSocket,
+	args := []string{"--containerd", containerdSocket,
 		"--data-root", e.path("docker"), "--exec-root", "/run/docker", "--pidfile", "/run/docker.pid",
 		"--host", "unix://" + dockerSocket, "--exec-opt", "native.cgroupdriver=cgroupfs", "--cgroup-parent", "/" + e.cgroup}
-	if e.cfg.LiveRestore {
-		args = append(args, "--live-restore")
-	}
-	for _, dns := range e.cfg.DNS {
-		args = append(args, "--dns", dns.String())
-	}
 	e.daemon = e.Start(context.Background(), dockerd, append(args, e.cfg.Flags...)...)
 	client := http.Client{Transport: &http.Transport{
 		DisableKeepAlives: true,

@@ -100,7 +100,7 @@ func (e *Engine) Command(ctx context.Context, name string, args ...string) *netl
 			c.Env = append(c.Env, kv)
 		}
 	}
-	c.Env = append(c.Env, "DOCKER_CONFIG="+e.path("config"), "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
+	c.Env = append(c.Env, "DOCKER_CONFIG="+e.path("client"), "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
 	return c
 }
 

@@ -35,11 +35,14 @@ func initialize(_ context.Context, args []string) error {
 }
 
 // mounts gives the host a /proc of its processes, a /sys of its network, a /run
-// and, from files in dir, a boot id and a resolv.conf of its own.
+// and, from dir, a boot id, an /etc/resolv.conf and an /etc/docker of its own.
 func mounts(dir string) error {
 	resolv, err := filepath.EvalSymlinks("/etc/resolv.conf")
 	if err != nil {
 		return fmt.Errorf("find resolv.conf: %w", err)
+	}
+	if err := os.MkdirAll("/etc/docker", 0o755); err != nil {
+		return err
 	}
 	for _, m := range []struct {
 		source, target, kind string
@@ -47,6 +50,7 @@ func mounts(dir string) error {
 	}{
 		{"proc", "/proc", "proc", 0},
 		{"tmpfs", "/run", "tmpfs", 0},
+		{filepath.Join(dir, "etc-docker"), "/etc/docker", "", unix.MS_BIND},
 		{filepath.Join(dir, "boot_id"), "/proc/sys/kernel/random/boot_id", "", unix.MS_BIND},
 	} {
 		if err := unix.Mount(m.source, m.target, m.kind, m.flags, ""); err != nil {
