@@ -80,6 +80,7 @@ func newApp(stdout, stderr io.Writer, sources settings.Sources) *cli.App {
 				Subcommands: []*cli.Command{initCommand(), gatewayCommand(logs)},
 			},
 			tokenCommand(),
+			clientCommand(),
 			sidecarCommand(logs),
 			healthcheckCommand(),
 			driverCommand(logs),

@@ -25,6 +25,7 @@ import (
 	"github.com/quicvpn/quicvpn/gateway"
 	"github.com/quicvpn/quicvpn/internal/netlab"
 	"github.com/quicvpn/quicvpn/internal/token"
+	"github.com/quicvpn/quicvpn/tunnel"
 )
 
 // binary is the command as users have it, built once for all tests.
@@ -97,14 +98,14 @@ func TestBadUsage(t *testing.T) {
 		env  []string
 		want string
 	}{
-		{args: "", want: `"quicvpn" needs a command: gateway, token, sidecar, healthcheck, driver, version, help; "quicvpn --help" explains them`},
-		{args: "gatway run", want: `"quicvpn" has no command "gatway": it has gateway, token, sidecar, healthcheck, driver, version, help`},
+		{args: "", want: `"quicvpn" needs a command: gateway, token, client, sidecar, healthcheck, driver, version, help; "quicvpn --help" explains them`},
+		{args: "gatway run", want: `"quicvpn" has no command "gatway": it has gateway, token, client, sidecar, healthcheck, driver, version, help`},
 		{args: "--verbose", want: `unknown flag --verbose; "quicvpn --help" lists the flags`},
 		{args: "--log-format xml version", want: `--log-format: must be one of text, json; "quicvpn --help" lists the flags`},
 		{args: "--log-level loud version", want: `--log-level: must be one of debug, info, warn, error; "quicvpn --help" lists the flags`},
 		{args: "version", env: []string{"QUICVPN_LOG_LEVEL=loud"}, want: `QUICVPN_LOG_LEVEL: must be one of debug, info, warn, error`},
 		{args: "version now", want: `unexpected argument "now"; "quicvpn version --help" shows how it is used`},
-		{args: "help nothing", want: `"quicvpn" has no command "nothing": it has gateway, token, sidecar, healthcheck, driver, version, help`},
+		{args: "help nothing", want: `"quicvpn" has no command "nothing": it has gateway, token, client, sidecar, healthcheck, driver, version, help`},
 		{args: "help token nothing", want: `"quicvpn token" has no command "nothing": it has create, list, revoke`},
 		{args: "help sidecar up", want: `unexpected argument "up"; "quicvpn sidecar --help" shows how it is used`},
 		{args: "help --all", want: `unknown flag --all; "quicvpn help --help" lists the flags`},
@@ -138,6 +139,9 @@ func TestBadUsage(t *testing.T) {
 		{args: "gateway init --pool6 fd00::/127", want: `--pool6: must be an IPv6 prefix from /16 to /126; "quicvpn gateway init --help" lists the flags`},
 
 		{args: "token", want: `"quicvpn token" needs a command: create, list, revoke; "quicvpn token --help" explains them`},
+		{args: "client", want: `"quicvpn client" needs a command: list, remove; "quicvpn client --help" explains them`},
+		{args: "client remove", want: `"quicvpn client remove" needs KEY|ADDRESS; "quicvpn client remove --help" shows how it is used`},
+		{args: "client list --json=maybe", want: `--json: must be true or false; "quicvpn client list --help" lists the flags`},
 		{args: "token create --allow 10.0.0.1", want: `--allow: not an address prefix: write it as 192.0.2.0/24 or 2001:db8::/32; "quicvpn token create --help" lists the flags`},
 		{args: "token create --expires 1d", want: `--expires: not a time span: write it as 30m, 24h or 720h; "quicvpn token create --help" lists the flags`},
 		{args: "token create --uses some", want: `--uses: must be a whole number from 1 to 2147483647, or 0 for the default; "quicvpn token create --help" lists the flags`},
@@ -177,7 +181,7 @@ func TestBadUsage(t *testing.T) {
 
 func TestHelp(t *testing.T) {
 	for _, args := range []string{"--help", "-h", "help", "gateway --help", "gateway init --help", "gateway run -h",
-		"token create --help", "token list --help", "token revoke --help", "sidecar --help", "healthcheck --help", "version --help", "help --help"} {
+		"token create --help", "token list --help", "token revoke --help", "client list --help", "client remove --help", "sidecar --help", "healthcheck --help", "version --help", "help --help"} {
 		got := quicvpn(t, nil, strings.Fields(args)...)
 		if got.code != exitOK || got.stderr != "" || !strings.Contains(got.stdout, "USAGE:") {
 			t.Errorf("%s: %+v", args, got)
@@ -187,7 +191,7 @@ func TestHelp(t *testing.T) {
 
 // TestHelpCommand compares "help COMMAND" with "COMMAND --help".
 func TestHelpCommand(t *testing.T) {
-	commands := []string{"", "gateway", "token", "help"}
+	commands := []string{"", "gateway", "token", "client", "help"}
 	for name := range leaves("", testApp().Commands) {
 		commands = append(commands, name)
 	}
@@ -291,6 +295,53 @@ func TestTokens(t *testing.T) {
 		rows[1].ID + "  laptop  office   revoked  0 of 2  " + rows[1].Expires.Format(time.RFC3339) + "  10.20.0.0/16 10.30.0.0/16 2001:db8::/32\n"
 	if want := (result{exitOK, wantTable, ""}); table != want {
 		t.Errorf("token list:\n%s\nwant:\n%s", table.stdout, wantTable)
+	}
+}
+
+// TestClients lists and removes clients of a gateway that does not run.
+func TestClients(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "gateway")
+	env := []string{"QUICVPN_STATE_DIR=" + dir}
+	fails(t, env, "quicvpn: list clients: stat "+dir+": no such file or directory: run `quicvpn gateway init`, or name the directory where it was run",
+		"client", "list")
+	first := tokenOf(t, quicvpn(t, env, "gateway", "init", "--address", "gw.example.com:443", "--pool6", "fd05::/64"))
+	if got, want := quicvpn(t, env, "client", "list"), (result{exitOK, "KEY  TOKEN  NETWORK  ADDRESSES  BLOCK  SINCE\n", ""}); got != want {
+		t.Errorf("client list: got %+v, want %+v", got, want)
+	}
+	state, err := gateway.OpenState(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	since := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	keys := []tunnel.Fingerprint{{1, 2, 3}, {4, 5, 6}}
+	for i, key := range keys {
+		if _, err := state.Authorize(tunnel.Join{Client: key, Secret: first.SecretText(), Block: i == 1}, since); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := state.Close(); err != nil {
+		t.Fatal(err)
+	}
+	table := "KEY           TOKEN  NETWORK  ADDRESSES          BLOCK                          SINCE\n" +
+		"AQIDAAAAAAAA  first  default  10.91.0.2 fd05::2  none                           2026-03-01T12:00:00Z\n" +
+		"BAUGAAAAAAAA  first  default  10.91.0.3 fd05::3  10.91.254.0/24 fd05::fe00/120  2026-03-01T12:00:00Z\n"
+	if got, want := quicvpn(t, env, "client", "list"), (result{exitOK, table, ""}); got != want {
+		t.Errorf("client list:\n%s\nwant:\n%s", got.stdout, want.stdout)
+	}
+	fails(t, env, "quicvpn: remove client: there is no such client: `quicvpn client list` shows those that are", "client", "remove", "10.91.0.9")
+	if got, want := quicvpn(t, env, "client", "remove", "10.91.0.2"), (result{exitOK, "removed " + keys[0].String() + " (first, 10.91.0.2)\n", ""}); got != want {
+		t.Errorf("client remove: got %+v, want %+v", got, want)
+	}
+	got := quicvpn(t, env, "client", "list", "--json")
+	var rows []clientRow
+	if err := json.Unmarshal([]byte(got.stdout), &rows); err != nil {
+		t.Fatalf("%+v: %v", got, err)
+	}
+	want := []clientRow{{Key: keys[1].String(), Token: "first", Network: "default",
+		Addrs: []netip.Addr{netip.MustParseAddr("10.91.0.3"), netip.MustParseAddr("fd05::3")},
+		Block: []netip.Prefix{netip.MustParsePrefix("10.91.254.0/24"), netip.MustParsePrefix("fd05::fe00/120")}, Since: since}}
+	if diff := cmp.Diff(want, rows, cmpopts.EquateComparable(netip.Prefix{}, netip.Addr{})); diff != "" {
+		t.Errorf("client list --json, -want +got:\n%s", diff)
 	}
 }
 

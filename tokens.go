@@ -69,7 +69,7 @@ func listCommand() *cli.Command {
 		Usage: "list the join tokens",
 		Flags: []cli.Flag{
 			stateDir(&dir, gatewayDir, "the gateway's `DIR`"),
-			&cli.BoolFlag{Name: "json", Destination: &asJSON, DisableDefaultText: true, Usage: "print JSON [$" + settings.EnvName("json") + "]"},
+			jsonFlag(&asJSON),
 		},
 		Action: func(c *cli.Context) error {
 			tokens, err := gateway.ListTokens(dir)
@@ -88,6 +88,10 @@ func listCommand() *cli.Command {
 			return printTable(c.App.Writer, rows)
 		},
 	}
+}
+
+func jsonFlag(asJSON *bool) cli.Flag {
+	return &cli.BoolFlag{Name: "json", Destination: asJSON, DisableDefaultText: true, Usage: "print JSON [$" + settings.EnvName("json") + "]"}
 }
 
 func revokeCommand() *cli.Command {
