@@ -67,11 +67,11 @@ func CheckHealth(ctx context.Context, stateDir string, timeout time.Duration) (s
 	if !errors.Is(failed, errUnanswered) {
 		return "", failed
 	}
-	why := "the session stands since " + since
+	why := "although the session stands since " + since + ": see the sidecar's and the gateway's logs; if it stays so, restart the sidecar"
 	if s.Trouble != "" {
-		why = s.Trouble
+		why = "and the sidecar tries to connect again: " + s.Trouble
 	}
-	return "", fmt.Errorf("the tunnel is dead: no answer from %s through %s within %v (%s): see the sidecar's and the gateway's logs; if it stays so, restart the sidecar",
+	return "", fmt.Errorf("the tunnel is dead: no answer from %s through %s within %v, %s",
 		strings.Trim(fmt.Sprint(s.Gateway), "[]"), s.Interface, timeout, why)
 }
 

@@ -51,6 +51,8 @@ type childSettings struct {
 	// Link runs a Link alone, which asks for a block and announces prefixes.
 	Link     bool
 	Announce []netip.Prefix
+	// Health looks after the sidecar of StateDir, for so long.
+	Health time.Duration
 }
 
 // child is the main function of a sidecar process.
@@ -69,6 +71,14 @@ func child(settings string) int {
 	before := goleak.IgnoreCurrent()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	log := slog.New(slog.NewTextHandler(os.Stderr, nil))
+	if c.Health > 0 {
+		line, err := CheckHealth(ctx, c.StateDir, c.Health)
+		if err != nil {
+			return fail(err)
+		}
+		fmt.Println(line)
+		return 0
+	}
 	if c.Link {
 		if err := c.link(ctx, log); err != nil {
 			return fail(err)

@@ -191,6 +191,7 @@ type toyGateway struct {
 	mu     sync.Mutex // guards what follows
 	grant  toyGrant
 	dead   bool // answers nothing
+	lose   int  // so many packets out of the tunnel are lost
 	client net.Addr
 	joins  int
 	heard  []string // what came out of the tunnel
@@ -272,6 +273,10 @@ func (g *toyGateway) handle(b []byte, from net.Addr) {
 		g.pc.WriteTo([]byte{toyPong}, from)
 	case toyPacket:
 		h, err := packet.Parse(b[1:])
+		if g.lose > 0 {
+			g.lose--
+			return
+		}
 		if err != nil {
 			g.t.Errorf("a packet that is none came out of the tunnel: %v", err)
 			return
