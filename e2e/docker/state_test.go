@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -68,6 +69,12 @@ func (h *host) state() (s state) {
 	return s
 }
 
+var (
+	linkIndex = regexp.MustCompile(`^\d+: `)
+	linkLocal = regexp.MustCompile(`fe80::[0-9a-f:]*`)
+	linkAlias = regexp.MustCompile(`alias quicvpn:\w+`)
+)
+
 // endpoints is the number of endpoints of all networks.
 func (s state) endpoints() (n int) {
 	for _, e := range s.Networks {
@@ -121,7 +128,12 @@ func (h *host) inside(container string) []string {
 			h.w.t.Fatalf("ip %s in %s: %v: %s", args, container, err, c.Log())
 		}
 		for line := range strings.Lines(string(out)) {
-			lines = append(lines, strings.TrimSpace(line))
+			line = strings.TrimSpace(line)
+			// Every device has its own of these.
+			for _, r := range []*regexp.Regexp{linkIndex, linkLocal, linkAlias} {
+				line = r.ReplaceAllString(line, "")
+			}
+			lines = append(lines, line)
 		}
 	}
 	slices.Sort(lines)
