@@ -271,6 +271,9 @@ func driverCommand(logs *logging) *cli.Command {
 				if err != nil {
 					return err
 				}
+				if err := notifyReady(os.Getenv("NOTIFY_SOCKET")); err != nil {
+					return errors.Join(err, d.Close())
+				}
 				return d.Run(ctx)
 			})
 		},
