@@ -3,7 +3,9 @@ package sidecar
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"net"
 	"net/netip"
 	"slices"
 	"strings"
@@ -123,6 +125,77 @@ func TestNeighboursAndPublishedPorts(t *testing.T) {
 	all()
 	cmd.Kill()
 	all()
+}
+
+// TestPublishedPorts: what comes in on the uplink from anywhere, as to a port
+// that Docker publishes, is answered there and not through the tunnel.
+func TestPublishedPorts(t *testing.T) {
+	for _, kill := range []KillSwitch{KillSwitchOn, KillSwitchOff} {
+		t.Run(kill.String(), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t)
+			l.Client.Sysctl("net.ipv4.conf.all.rp_filter", "1")
+			l.Client.ServeHTTP(8081)
+			l.Client.ServeEcho(7)
+			// Docker rewrites the destination and leaves the source.
+			l.Uplink.Nft("table ip published { chain c { type nat hook prerouting priority dstnat; " +
+				"ip daddr 203.0.113.129 tcp dport 8000 dnat to 192.0.2.2:8081; ip daddr 203.0.113.129 udp dport 7000 dnat to 192.0.2.2:7; }; }")
+			wildcard, err := l.Client.ListenPacket("udp4", ":9")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer wildcard.Close()
+			cmd := l.start(childSettings{KillSwitch: kill})
+			l.ping(toyRemote4, toyRemote6)
+			l.gw.take()
+			for _, url := range []string{"http://203.0.113.129:8000/bytes/1000000", "http://192.0.2.2:8081/", "http://[2001:db8:1::2]:8081/bytes/1000000"} {
+				ctx, cancel := context.WithTimeout(l.ctx, 5*time.Second)
+				if _, err := l.Internet.Get(ctx, url); err != nil {
+					t.Errorf("get %s: %v\n%s", url, err, l.dump())
+				}
+				cancel()
+			}
+			ask := func(to string) net.Conn {
+				c, err := l.Internet.DialContext(l.ctx, "udp", to)
+				if err != nil {
+					t.Fatal(err)
+				}
+				c.SetDeadline(time.Now().Add(3 * time.Second))
+				if _, err := c.Write([]byte("x")); err != nil {
+					t.Error(err)
+				}
+				return c
+			}
+			for _, to := range []string{"203.0.113.129:7000", "192.0.2.2:7", "[2001:db8:1::2]:7"} {
+				c := ask(to)
+				if _, err := c.Read(make([]byte, 10)); err != nil {
+					t.Errorf("echo of %s: %v", to, err)
+				}
+				c.Close()
+			}
+			if through := l.gw.take(); len(through) > 0 {
+				t.Errorf("through the tunnel went %q", through)
+			}
+			// Who answers from any address gets the tunnel's, and stays inside with it.
+			defer ask("192.0.2.2:9").Close()
+			wildcard.SetDeadline(time.Now().Add(3 * time.Second))
+			_, from, err := wildcard.ReadFrom(make([]byte, 10))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := wildcard.WriteTo([]byte("x"), from); err != nil {
+				t.Error(err)
+			}
+			want := fmt.Sprintf("17 %v 9 > %v", toyOwn4, netlab.ServerAddr4)
+			l.eventually(3*time.Second, func() error {
+				if through := l.gw.take(); !slices.ContainsFunc(through, func(s string) bool { return strings.HasPrefix(s, want) }) {
+					return fmt.Errorf("through the tunnel went %q, want %q", through, want)
+				}
+				return nil
+			})
+			l.stop(cmd)
+		})
+	}
 }
 
 // TestWhoMayComeIn: out of the tunnel come answers, pings, and connections of
