@@ -256,9 +256,12 @@ func TestRouterDoesNotAllocate(t *testing.T) {
 	l := newRouterLab(t)
 	quiet := &quietSession{}
 	l.router.cfg.exits[0] = quiet
-	for _, p := range []*port{l.a, l.b} {
+	hosta, _ := l.attachAs(t, hostA, prefix("172.18.0.0/16"))
+	hostb, _ := l.attachAs(t, hostB, prefix("172.19.0.0/16"), prefix("fd19::/64"))
+	for _, p := range []*port{l.a, l.b, hosta, hostb} {
 		p.session = quiet
 	}
+	hosts := single(udp("10.91.9.7", web4, "x"), udp("fd12::907", "fd12::807", "x"), udp("172.18.0.2", "172.19.0.2", "x"), udp("fd12::907", "fd19::2", "x"))
 	out := single(udp(a4, web4, "x"), udp(a6, web6, "x"), udp(a4, b4, "x"), udp(a6, b6, "x"))
 	ping := single(echoPacket(netip.MustParseAddr(a4), netip.MustParseAddr(gw4), 1, 1, nil))
 	refused := single(udp(a4, "10.0.0.1", "x"), udp(a6, c6, "x"))
@@ -270,6 +273,10 @@ func TestRouterDoesNotAllocate(t *testing.T) {
 		for i := range out { // hops are used up
 			withHops(out[i].Data, 64)
 		}
+		for i := range hosts {
+			withHops(hosts[i].Data, 64)
+		}
+		hosta.WritePackets(0, hosts)
 		l.a.WritePackets(0, out)
 		l.a.WritePackets(0, ping)
 		swap(ping[0].Data[12:16], ping[0].Data[16:20]) // the reply into a request
