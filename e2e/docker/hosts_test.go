@@ -1,0 +1,198 @@
+package docker
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/quicvpn/quicvpn/internal/dockerlab"
+	"github.com/quicvpn/quicvpn/internal/netlab"
+)
+
+// get fetches the page that says who asked, from a container.
+func (h *host) get(container, host string) string {
+	h.w.t.Helper()
+	return strings.TrimSpace(strings.TrimPrefix(h.must("exec "+container+" /toolbox get http://"+host+"/"), netlab.Page))
+}
+
+// Two hosts are in the same network of one gateway.
+func TestTwoHosts(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	one, two := w.newHost(dockerlab.Config{}), w.addHost("two", dockerlab.Config{})
+	one.must("network create -d quicvpn --ipv6 --subnet 172.30.0.0/24 --subnet fd00:30::/64 net")
+	two.must("network create -d quicvpn --ipv6 --subnet 172.31.0.0/24 --subnet fd00:31::/64 net")
+	one.must("run -d --name web --network net --ip 172.30.0.10 --ip6 fd00:30::10 IMAGE serve")
+	two.must("run -d --name web --network net --ip 172.31.0.10 --ip6 fd00:31::10 IMAGE serve")
+	for _, tt := range []struct {
+		h         *host
+		to, seen  string
+		otherwise string
+	}{
+		{one, "172.31.0.10", "172.30.0.10", ""},
+		{two, "172.30.0.10", "172.31.0.10", ""},
+		{one, "[fd00:31::10]", "fd00:30::10", ""},
+		{two, "[fd00:30::10]", "fd00:31::10", ""},
+	} {
+		if seen := tt.h.get("web", tt.to); seen != tt.seen {
+			t.Errorf("%s from %s: seen as %q, want %s", tt.to, tt.h.name, seen, tt.seen)
+		}
+		if seen := tt.h.get("web", netlab.ServerAddr4.String()); seen != netlab.EgressAddr4.String() {
+			t.Errorf("the internet from %s: seen as %q", tt.h.name, seen)
+		}
+	}
+	// A network that is removed makes room for its addresses.
+	one.must("rm -f web")
+	one.must("network rm net")
+	two.must("network create -d quicvpn --subnet 172.30.0.0/24 moved")
+	two.must("run -d --name moved --network moved --ip 172.30.0.10 IMAGE serve")
+	if seen := two.get("web", "172.30.0.10"); seen != "172.31.0.10" {
+		t.Errorf("after the move: seen as %q", seen)
+	}
+	for _, h := range w.hosts {
+		if problem := h.capture.Traffic().Problem(); problem != "" {
+			t.Errorf("the uplink of %s: %s", h.name, problem)
+		}
+	}
+}
+
+// Two hosts whose networks have the same subnet both reach the internet.
+func TestTwoHostsSameSubnet(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	one, two := w.newHost(dockerlab.Config{}), w.addHost("two", dockerlab.Config{})
+	for _, h := range w.hosts {
+		h.must("network create -d quicvpn --subnet 172.30.0.0/24 net")
+		h.must("run -d --name web --network net --ip 172.30.0.10 IMAGE serve")
+	}
+	for range 3 {
+		for _, h := range w.hosts {
+			if seen := h.get("web", netlab.ServerAddr4.String()); seen != netlab.EgressAddr4.String() {
+				t.Errorf("the internet from %s: seen as %q", h.name, seen)
+			}
+		}
+	}
+	if err := two.driver.WaitLog(w.ctx, "172.30.0.0/24 overlaps 172.30.0.0/24"); err != nil {
+		t.Errorf("the second host's log does not say why they cannot reach each other: %v", err)
+	}
+	if strings.Contains(one.driver.Log(), "overlaps") {
+		t.Errorf("the first host complains:\n%s", one.driver.Log())
+	}
+}
+
+// Addresses from the gateway's blocks are unique over all hosts, also while the
+// gateway is away.
+func TestNullIPAM(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	one, two := w.newHost(dockerlab.Config{}), w.addHost("two", dockerlab.Config{})
+	seen := make(map[netip.Addr]string)
+	run := func(h *host, name string) {
+		h.must("run -d --name " + name + " --network net IMAGE serve")
+		a := h.address(name, "net")
+		if other := seen[a]; other != "" || !netip.MustParsePrefix("10.91.0.0/16").Contains(a) {
+			t.Errorf("%s on %s has the address %v of %q", name, h.name, a, other)
+		}
+		seen[a] = name + " on " + h.name
+	}
+	for _, h := range w.hosts {
+		h.must("network create -d quicvpn --ipam-driver null net")
+		run(h, "web")
+	}
+	if got := one.get("web", two.address("web", "net").String()); got != one.address("web", "net").String() {
+		t.Errorf("from host to host: seen as %q", got)
+	}
+	if got := two.get("web", netlab.ServerAddr4.String()); got != netlab.EgressAddr4.String() {
+		t.Errorf("the internet: seen as %q", got)
+	}
+	w.gateway.Kill()
+	for _, h := range w.hosts {
+		h.driver.Kill()
+		h.startDriver()
+		run(h, "later")
+	}
+	w.startGateway()
+	one.reaches("later")
+	two.reaches("later")
+	if got := one.get("later", two.address("later", "net").String()); got != one.address("later", "net").String() {
+		t.Errorf("from host to host, later: seen as %q", got)
+	}
+}
+
+// While the gateway is away containers start, nothing leaves, and their traffic
+// comes when it does.
+func TestGatewayAway(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	h := w.newHost(dockerlab.Config{})
+	h.must("network create -d quicvpn --subnet 172.30.0.0/24 net")
+	w.gateway.Kill()
+	h.must("run -d --name near --network net IMAGE serve")
+	h.must("run -d --name user --network net IMAGE sleep")
+	if seen := h.get("user", "near"); seen != h.address("user", "net").String() {
+		t.Errorf("a container beside it: seen as %q", seen)
+	}
+	if out, err := h.try("exec user /toolbox ping " + netlab.ServerAddr4.String()); err == nil {
+		t.Errorf("the internet answers without a gateway: %q", out)
+	}
+
+	before := h.state()
+	started := time.Now()
+	h.refused("network create -d quicvpn --subnet 172.31.0.0/24 more", "no tunnel after 10s")
+	if took := time.Since(started); took > 15*time.Second {
+		t.Errorf("the refusal took %v", took)
+	}
+	if after := h.state(); len(after.Networks) != len(before.Networks) {
+		t.Errorf("the refused network left %+v", after)
+	}
+	h.must("network create -d quicvpn --subnet 172.31.0.0/24 -o wait=0 patient")
+	h.must("run -d --name patient --network patient IMAGE sleep")
+
+	w.startGateway()
+	h.reaches("user")
+	h.reaches("patient")
+}
+
+// A hundred containers are on one network.
+func TestHundredContainers(t *testing.T) {
+	w := newWorld(t)
+	h := w.newHost(dockerlab.Config{})
+	h.must("network create -d quicvpn --subnet 172.30.0.0/16 net")
+	const many = 100
+	for i := range many {
+		h.must(fmt.Sprintf("run -d --name c%d --network net IMAGE serve", i))
+	}
+	for _, i := range []int{0, 50, 99} {
+		h.get(fmt.Sprintf("c%d", i), "c1")
+		h.reaches(fmt.Sprintf("c%d", i))
+	}
+	const most = 300 << 20
+	if rss := h.resident(); rss > most {
+		t.Errorf("the driver has %d MB resident with %d containers, want at most %d", rss>>20, many, most>>20)
+	} else {
+		t.Logf("the driver has %d MB resident with %d containers", rss>>20, many)
+	}
+	if s := h.state(); s.endpoints() != many || len(s.Devices) != 0 {
+		t.Errorf("with %d containers: %+v", many, s)
+	}
+	ids := strings.Fields(h.must("ps --all --quiet"))
+	h.Docker(w.ctx, append([]string{"rm", "--force"}, ids...)...)
+	h.waitEmpty()
+}
+
+// resident is the driver's memory in bytes.
+func (h *host) resident() (n int) {
+	h.w.t.Helper()
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", h.driver.Process.Pid))
+	if err != nil {
+		h.w.t.Fatal(err)
+	}
+	_, rest, _ := strings.Cut(string(status), "VmRSS:")
+	if _, err := fmt.Sscanf(rest, "%d kB", &n); err != nil {
+		h.w.t.Fatalf("the driver's memory: %v", err)
+	}
+	return n << 10
+}
