@@ -127,11 +127,16 @@ func (n *network) container(id string, ips []Addr, queues int) container {
 	return c
 }
 
-// device opens a device in a namespace.
-func (n *network) device(ns *netlab.NS, queues int) (d *tun.Device) {
+// device opens a container's device in a namespace.
+func (n *network) device(ns *netlab.NS, queues int) *tun.Device {
+	n.t.Helper()
+	return n.deviceNamed(ns, "eth0", queues)
+}
+
+func (n *network) deviceNamed(ns *netlab.NS, name string, queues int) (d *tun.Device) {
 	n.t.Helper()
 	if err := ns.Do(func() (err error) {
-		d, err = tun.Open(tun.Config{Name: "eth0", Queues: queues, MTU: labMTU, Drops: &n.drops})
+		d, err = tun.Open(tun.Config{Name: name, Queues: queues, MTU: labMTU, Drops: &n.drops})
 		return err
 	}); err != nil {
 		n.t.Fatal(err)

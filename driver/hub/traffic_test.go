@@ -69,15 +69,15 @@ func transfer(t *testing.T, from, to container, listen, dial netip.Addr, size in
 	return <-served
 }
 
-// received returns what arrived at a container: packets, as its device takes
-// them, and bytes.
-func received(t *testing.T, c container) (packets, bytes uint64) {
+// received returns what arrived at a container's link: packets, as its device
+// takes them, and bytes.
+func received(t *testing.T, c container, link string) (packets, bytes uint64) {
 	t.Helper()
-	link, err := c.Netlink().LinkByName("eth0")
+	l, err := c.Netlink().LinkByName(link)
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := link.Attrs().Statistics
+	s := l.Attrs().Statistics
 	return s.RxPackets, s.RxBytes
 }
 
@@ -87,11 +87,11 @@ func TestContainerToContainer(t *testing.T) {
 	b := n.attach("b", mapped(inside(3), nil))
 	for i, to := range inside(3) {
 		const size = 32 << 20
-		before, beforeBytes := received(t, b)
+		before, beforeBytes := received(t, b, "eth0")
 		if seen := transfer(t, a, b, to, to, size); seen != inside(2)[i] {
 			t.Errorf("%v sees the client as %v", to, seen)
 		}
-		after, afterBytes := received(t, b)
+		after, afterBytes := received(t, b, "eth0")
 		packets, bytes := after-before, afterBytes-beforeBytes
 		// The acknowledgements of what comes back are among them.
 		if mean := bytes / packets; bytes < size || mean < 4*labMTU {
