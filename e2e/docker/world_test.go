@@ -166,7 +166,11 @@ func (h *host) stateDir() string { return filepath.Join(h.w.dir, "driver-"+h.nam
 // startDriver starts the driver and returns when the engine can call it.
 func (h *host) startDriver(args ...string) {
 	h.w.t.Helper()
-	h.driver = h.Start(h.w.ctx, program, append([]string{"driver", "--token-file", h.w.token, "--state-dir", h.stateDir()}, args...)...)
+	args = append([]string{"driver", "--state-dir", h.stateDir()}, args...)
+	if h.w.token != "" {
+		args = append(args, "--token-file", h.w.token)
+	}
+	h.driver = h.Start(h.w.ctx, program, args...)
 	if err := h.driver.WaitLog(h.w.ctx, "the driver is up"); err != nil {
 		h.w.t.Fatalf("start the driver: %v; it printed:\n%s", err, h.driver.Log())
 	}
