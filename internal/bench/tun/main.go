@@ -12,6 +12,8 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
+	"slices"
+	"strings"
 	"syscall"
 	"time"
 
@@ -46,12 +48,14 @@ func main() {
 	}
 	flag.IntVar(&rounds, "rounds", rounds, "rounds to take the medians of")
 	flag.IntVar(&seconds, "seconds", seconds, "how long a run takes")
+	only := flag.String("only", "", "measure only what has one of these words, separated by commas, in its name")
 	flag.Parse()
+	rows := choose(*only)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	err := netlab.Main(ctx, "bench-tun", func(ctx context.Context, tb netlab.TB) {
-		samples := measure(ctx, tb, rounds, time.Duration(seconds)*time.Second)
-		report(os.Stdout, samples)
+		samples := measure(ctx, tb, rows, rounds, time.Duration(seconds)*time.Second)
+		report(os.Stdout, rows, samples)
 		fmt.Printf("\nTCP, MTU %d, medians of %d rounds of %d s, interleaved.\n", mtu, rounds, seconds)
 	})
 	if err != nil {
@@ -60,9 +64,20 @@ func main() {
 	}
 }
 
-func measure(ctx context.Context, tb netlab.TB, rounds int, d time.Duration) map[cell][]sample {
+// choose returns the builders with one of the words in their names, all if there
+// is none.
+func choose(words string) (rows []builder) {
+	for _, b := range builders {
+		if slices.ContainsFunc(strings.Split(words, ","), func(w string) bool { return strings.Contains(b.name, w) }) {
+			rows = append(rows, b)
+		}
+	}
+	return rows
+}
+
+func measure(ctx context.Context, tb netlab.TB, rows []builder, rounds int, d time.Duration) map[cell][]sample {
 	var rigs []*rig
-	for _, r := range builders {
+	for _, r := range rows {
 		rigs = append(rigs, r.build(ctx, tb, r.name))
 	}
 	samples := make(map[cell][]sample)

@@ -23,7 +23,10 @@ func count(flows int) string {
 }
 
 // report prints the figures, and the ratios that are to be read.
-func report(w io.Writer, samples map[cell][]sample) {
+func report(w io.Writer, rows []builder, samples map[cell][]sample) {
+	measured := func(rig string) bool {
+		return slices.ContainsFunc(rows, func(b builder) bool { return b.name == rig })
+	}
 	gbits := func(rig string, flows int) float64 {
 		return median(samples[cell{rig, flows}], func(s sample) float64 { return s.gbits })
 	}
@@ -36,7 +39,7 @@ func report(w io.Writer, samples map[cell][]sample) {
 		fmt.Fprint(w, " --- |")
 	}
 	fmt.Fprintln(w)
-	for _, b := range builders {
+	for _, b := range rows {
 		fmt.Fprintf(w, "| %s |", b.name)
 		for _, n := range flowCounts {
 			fmt.Fprintf(w, " %.2f |", gbits(b.name, n))
@@ -57,8 +60,11 @@ func report(w io.Writer, samples map[cell][]sample) {
 	}
 	fmt.Fprintln(w)
 	for _, r := range [][2]string{
-		{whole, plain}, {cut, plain}, {whole, wireguard}, {cut, wireguard}, {whole, bridge}, {cut, bridge},
+		{whole, plain}, {cut, plain}, {whole, wireguard}, {cut, wireguard}, {whole, bridge}, {hubbed, bridge}, {cut, bridge},
 	} {
+		if !measured(r[0]) || !measured(r[1]) {
+			continue
+		}
 		fmt.Fprintf(w, "| %s / %s |", r[0], r[1])
 		for _, n := range flowCounts {
 			fmt.Fprintf(w, " %.2f |", gbits(r[0], n)/gbits(r[1], n))

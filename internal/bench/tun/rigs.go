@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 	wgtun "golang.zx2c4.com/wireguard/tun"
 
+	"github.com/quicvpn/quicvpn/driver/hub"
 	"github.com/quicvpn/quicvpn/internal/netlab"
 	"github.com/quicvpn/quicvpn/internal/packet"
 	"github.com/quicvpn/quicvpn/tun"
@@ -20,6 +21,7 @@ import (
 
 const (
 	whole     = "ours, super-packets whole"
+	hubbed    = "ours, through the hub of a Docker network"
 	cut       = "ours, split to MTU and coalesced"
 	plain     = "plain multiqueue, no offload"
 	wireguard = "wireguard-go's tun"
@@ -28,12 +30,16 @@ const (
 	queues = 2 // of every device that has them
 )
 
-var builders = []struct {
+// A builder makes a rig, which is a row of the table.
+type builder struct {
 	name  string
 	build func(context.Context, netlab.TB, string) *rig
-}{
+}
+
+var builders = []builder{
 	{bridge, bridgeRig},
 	{whole, wholeRig},
+	{hubbed, hubRig},
 	{cut, cutRig},
 	{plain, plainRig},
 	{wireguard, wireguardRig},
@@ -161,6 +167,24 @@ func wholeRig(ctx context.Context, tb netlab.TB, name string) *rig {
 			}
 		}
 	})
+}
+
+// hubRig is what two containers of a Docker network have between them.
+func hubRig(ctx context.Context, tb netlab.TB, name string) *rig {
+	r := newRig(tb, name)
+	h := hub.New(hub.Config{Subnets: []netip.Prefix{netip.PrefixFrom(clientAddr, 24).Masked()}})
+	tb.Cleanup(func() { check(tb, h.Close()) })
+	for _, e := range r.ends() {
+		var d *tun.Device
+		check(tb, e.ns.Do(func() (err error) {
+			d, err = tun.Open(tun.Config{Name: "tun0", Queues: queues})
+			return err
+		}))
+		e.up("tun0")
+		check(tb, h.Attach(hub.Port{ID: e.ns.Name, Device: d, Addrs: []hub.Addr{{Inside: e.addr}}}))
+	}
+	r.server.ServeIperf(ctx, iperfPort)
+	return r
 }
 
 // cutRig does what a tunnel of single packets does, less the tunnel: each packet
