@@ -87,7 +87,7 @@ func New(cfg Config) (_ *Driver, err error) {
 			err = fmt.Errorf("start driver: %w", errors.Join(err, d.Close()))
 		}
 	}()
-	if err := checkTUN(); err != nil {
+	if err := checkHost(); err != nil {
 		return nil, err
 	}
 	if err := d.acquire(); err != nil {
@@ -228,11 +228,32 @@ func (d *Driver) network(id string) (*network, error) {
 		"remove the network with `docker network rm` and create it again", id, d.cfg.StateDir)
 }
 
-// checkTUN says early what no container could do without.
-func checkTUN() error {
+// checkHost says early what no container could do without.
+func checkHost() error {
 	f, err := os.OpenFile("/dev/net/tun", os.O_RDWR, 0)
-	if err != nil {
-		return fmt.Errorf("%w: the driver needs TUN devices: run `modprobe tun`, and give a container --device /dev/net/tun", err)
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV) {
+		return fmt.Errorf("%w: the kernel has no TUN devices: run `modprobe tun`, or give the driver's container --device /dev/net/tun", err)
 	}
-	return f.Close()
+	if err != nil {
+		return fmt.Errorf("%w: the driver needs TUN devices: run it as root, with access to /dev/net/tun", err)
+	}
+	f.Close()
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var sets [2]unix.CapUserData // of capabilities 0 to 31, and of the others
+	if err := unix.Capget(&header, &sets[0]); err != nil {
+		return fmt.Errorf("find out the driver's capabilities: %w", err)
+	}
+	for _, c := range []struct {
+		number int
+		name   string
+		why    string
+	}{
+		{unix.CAP_NET_ADMIN, "NET_ADMIN", "to make devices"},
+		{unix.CAP_SYS_ADMIN, "SYS_ADMIN", "to enter the containers' network namespaces"},
+	} {
+		if sets[c.number/32].Effective&(1<<(c.number%32)) == 0 {
+			return fmt.Errorf("the driver lacks the capability %s, which it needs %s: run it as root, or its container with --cap-add %s", c.name, c.why, c.name)
+		}
+	}
+	return nil
 }
