@@ -129,10 +129,7 @@ func (n *network) restoreEndpointLocked(e *endpointRecord) error {
 // reconcile asks the engine, once it answers, which networks there are: those
 // that it removed while there was no driver are removed here as well.
 func (d *Driver) reconcile(ctx context.Context) {
-	var before []*network
-	for _, n := range d.all() {
-		before = append(before, n)
-	}
+	before := d.all()
 	if len(before) == 0 {
 		return
 	}
