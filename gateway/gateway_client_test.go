@@ -11,6 +11,7 @@ import (
 	"io"
 	"net/netip"
 	"os"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -26,6 +27,9 @@ type clientConfig struct {
 	Gateway netip.AddrPort
 	Token   string
 	Seed    byte // of its key
+	// Block and Announce are those of the dialer.
+	Block    bool
+	Announce []netip.Prefix
 }
 
 // A greeting is a clientChild's first line.
@@ -35,8 +39,9 @@ type greeting struct {
 }
 
 // clientChild is a process that carries packets between its standard input and
-// output and a session: frames of a 16-bit length and a packet. How the session
-// ended is its last frame.
+// output and a session: frames of a 16-bit length and a packet. A frame "leave"
+// leaves. How that went, what the peers are now, and at last how the session
+// ended, are frames of its own.
 func clientChild(args string) error {
 	var c clientConfig
 	if err := json.Unmarshal([]byte(args), &c); err != nil {
@@ -47,7 +52,7 @@ func clientChild(args string) error {
 		return err
 	}
 	d := &tunnel.Dialer{Key: ed25519.NewKeyFromSeed(bytes.Repeat([]byte{c.Seed}, ed25519.SeedSize)),
-		Pin: tok.Pin, Secret: tok.SecretText(), Queues: 2}
+		Pin: tok.Pin, Secret: tok.SecretText(), Queues: 2, Block: c.Block, Announce: c.Announce}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	var hello greeting
@@ -62,6 +67,17 @@ func clientChild(args string) error {
 	if err := json.NewEncoder(os.Stdout).Encode(hello); err != nil || s == nil {
 		return err
 	}
+	sink := &frameSink{w: os.Stdout}
+	go func() {
+		for {
+			select {
+			case <-s.PeersChanged():
+				sink.write(fmt.Appendf(nil, "peers: %v", s.Peers()))
+			case <-s.Context().Done():
+				return
+			}
+		}
+	}()
 	go func() {
 		for {
 			b, err := readFrame(os.Stdin)
@@ -69,10 +85,13 @@ func clientChild(args string) error {
 				s.Close("the test is over")
 				return
 			}
+			if string(b) == "leave" {
+				sink.write(fmt.Appendf(nil, "left: %v", s.Leave(context.Background())))
+				continue
+			}
 			s.Send(0, []packet.Packet{{Data: b}}, nil)
 		}
 	}()
-	sink := &frameSink{w: os.Stdout}
 	return sink.write(fmt.Appendf(nil, "ended: %v", s.Receive(sink)))
 }
 
@@ -119,6 +138,8 @@ type testClient struct {
 	mu  sync.Mutex
 	got [][]byte
 	end string
+	// peers is what was last told of them, and left how a leave went.
+	peers, left string
 }
 
 // join starts a client in a namespace and waits for the gateway's answer.
@@ -162,9 +183,15 @@ func newTestClient(t *testing.T, ns *netlab.NS, cfg clientConfig) *testClient {
 				return
 			}
 			c.mu.Lock()
-			if rest, ok := bytes.CutPrefix(b, []byte("ended: ")); ok {
-				c.end = string(rest)
-			} else {
+			kind, rest, _ := strings.Cut(string(b), ": ")
+			switch kind {
+			case "ended":
+				c.end = rest
+			case "peers":
+				c.peers = rest
+			case "left":
+				c.left = rest
+			default:
 				c.got = append(c.got, b)
 			}
 			c.mu.Unlock()
@@ -207,12 +234,30 @@ func (c *testClient) wait(text string) (h packet.Header, b []byte) {
 // ended waits for the session's end and returns its reason.
 func (c *testClient) ended(limit time.Duration) string {
 	c.t.Helper()
-	var end string
-	within(c.t, limit, "the end of a session", func() bool {
+	return c.waitText(limit, "the end of a session", &c.end, func(end string) bool { return end != "" })
+}
+
+// waitPeers waits until the client has been told of these peers.
+func (c *testClient) waitPeers(peers ...string) {
+	c.t.Helper()
+	want := fmt.Sprint(peers)
+	c.waitText(patience, "to hear of the peers "+want, &c.peers, func(now string) bool { return now == want })
+}
+
+// leave leaves and returns what came of it.
+func (c *testClient) leave() string {
+	c.t.Helper()
+	c.send([]byte("leave"))
+	return c.waitText(patience, "leaving", &c.left, func(left string) bool { return left != "" })
+}
+
+func (c *testClient) waitText(limit time.Duration, what string, text *string, ok func(string) bool) (now string) {
+	c.t.Helper()
+	within(c.t, limit, what, func() bool {
 		c.mu.Lock()
 		defer c.mu.Unlock()
-		end = c.end
-		return end != ""
+		now = *text
+		return ok(now)
 	})
-	return end
+	return now
 }

@@ -206,12 +206,12 @@ func (r *router) removeLocked(p *port) {
 	r.releaseLocked(p)
 }
 
-// detachRevoked takes the addresses of revoked clients away, closes their
-// sessions, and returns when that is done.
+// detachRevoked takes the addresses of clients away that were revoked or removed,
+// closes their sessions, and returns when that is done.
 func (r *router) detachRevoked(ids []tunnel.Fingerprint) {
 	var wg sync.WaitGroup
 	for _, p := range r.forget(ids) {
-		wg.Go(func() { p.session.Close("revoked") })
+		wg.Go(func() { p.session.Close("revoked or removed") })
 	}
 	wg.Wait()
 }

@@ -66,7 +66,7 @@ func TestRouterMovesAddresses(t *testing.T) {
 func TestRouterRevokes(t *testing.T) {
 	l := newRouterLab(t)
 	l.detachRevoked([]tunnel.Fingerprint{{1}, {3}, {77}})
-	if !slices.Equal(l.sa.closed, []string{"revoked"}) || !slices.Equal(l.sc.closed, []string{"revoked"}) || l.sb.closed != nil {
+	if !slices.Equal(l.sa.closed, []string{"revoked or removed"}) || !slices.Equal(l.sc.closed, []string{"revoked or removed"}) || l.sb.closed != nil {
 		t.Errorf("closed: %q, %q, %q", l.sa.closed, l.sb.closed, l.sc.closed)
 	}
 	l.a.WritePackets(0, single(udp(a4, web4, "x")))
