@@ -57,7 +57,7 @@ func (h *host) state() (s state) {
 			s.Devices = append(s.Devices, l.Attrs().Name)
 		}
 	}
-	fds, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", h.driver.Process.Pid))
+	fds, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", h.driverPID()))
 	if err != nil {
 		h.w.t.Fatal(err)
 	}
