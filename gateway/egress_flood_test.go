@@ -113,3 +113,59 @@ func (w *world) connections(client netip.Addr) (n int) {
 	}
 	return n
 }
+
+// A host of containers has a limit for all its addresses together, which holds
+// nobody else up, and ends with its block.
+func TestEgressLimitsBlocks(t *testing.T) {
+	w := newWorld(t)
+	e := w.open(w.config())
+	wire := newWire(t, e)
+	host := Client{Addr4: addr("10.91.0.7"), Addr6: addr("fd12::7"), Block4: prefix("10.91.9.0/24"), Block6: prefix("fd12::900/120")}
+	e.admit(host)
+	e.admit(host) // again, as after an outage
+	for i, f := range families {
+		t.Run(f.name, func(t *testing.T) {
+			block := []netip.Prefix{host.Block4, host.Block6}[i]
+			server := port16(f.inet, 53)
+			in := newInbox(t, w.internet, server)
+			var sources []netip.Addr
+			for src := block.Addr(); len(sources) <= maxBlockConns/maxConns; src = src.Next() {
+				sources = append(sources, src)
+				for n := range maxConns {
+					wire.send(udpPacket(port16(src, uint16(20000+n)), server, []byte("flood")))
+				}
+			}
+			within(t, patience, "another client's packet", func() bool {
+				wire.send(udpPacket(port16(f.client, 20000), server, []byte("other")))
+				_, ok := in.from("other")
+				return ok
+			})
+			n := 0
+			for _, src := range sources {
+				n += w.connections(src)
+			}
+			if n != maxBlockConns {
+				t.Errorf("a flood of %d addresses got %d connections, want %d", len(sources), n, maxBlockConns)
+			}
+
+			// The rules come back with the block in them.
+			w.run("nft", "flush", "ruleset")
+			e.refresh(false)
+			set := fmt.Sprintf("elements = { %v }", block.Addr())
+			if rules := w.run("nft", "list", "ruleset"); !strings.Contains(rules, set) {
+				t.Errorf("no %q in the rules:\n%s", set, rules)
+			}
+		})
+	}
+	// A single client in what was a block.
+	e.admit(Client{Addr4: addr("10.91.9.4"), Addr6: addr("fd12::904")})
+	if rules := w.run("nft", "list", "ruleset"); strings.Contains(rules, "elements = { 10.91.9.0 }") || strings.Contains(rules, "elements = { fd12::900 }") {
+		t.Errorf("the block is counted still:\n%s", rules)
+	}
+	// Another program takes the rules away: the next block brings them back.
+	w.run("nft", "flush", "ruleset")
+	e.admit(host)
+	if rules := w.run("nft", "list", "ruleset"); !strings.Contains(rules, "10.91.9.0") || !strings.Contains(rules, "masquerade") {
+		t.Errorf("the rules are not back:\n%s", rules)
+	}
+}

@@ -224,7 +224,7 @@ func (g *Gateway) authorize(_ context.Context, join tunnel.Join) (tunnel.Grant, 
 	if err != nil {
 		return tunnel.Grant{}, err
 	}
-	g.egress.letThrough(c.Allow)
+	g.egress.admit(c)
 	granted := g.grant(c)
 	granted.Announced, granted.AnnounceRefused, granted.Peers = g.router.claim(c, join.Announce)
 	return granted, nil

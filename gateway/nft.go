@@ -23,15 +23,21 @@ type firewall struct {
 	pool4, pool6 netip.Prefix // pool6 is zero without IPv6
 	rules        int          // that were installed
 
-	// limit is true of a client that has more connections out than it may; nil
-	// where the kernel cannot count them.
-	limit expr.Any
+	// limit and blockLimit are true of an address, and of a block, that has more
+	// connections out than it may; nil where the kernel cannot count them.
+	limit, blockLimit expr.Any
+	// blocks are the clients' blocks, of both pools.
+	blocks map[netip.Prefix]struct{}
 }
 
-// maxConns is how many connections out a client may have in each IP version. All
-// clients share the 64,512 ports that the gateway's address has for each
-// destination: one that opens connections without end would take them all.
-const maxConns = 4096
+// maxConns is how many connections out an address may have, and maxBlockConns a
+// whole block. All clients share the 64,512 ports that the gateway's address has
+// for each destination: one that opens connections without end would take them
+// all.
+const (
+	maxConns      = 4096
+	maxBlockConns = 4 * maxConns
+)
 
 // forced says where packets are forwarded only because the gateway turned it on:
 // there nothing is forwarded but what comes from or goes to the TUN device.
@@ -42,7 +48,9 @@ type forced struct {
 
 func newFirewall(iface string, pool4, pool6 netip.Prefix) *firewall {
 	return &firewall{table: "quicvpn-gw-" + iface, iface: iface, pool4: pool4, pool6: pool6,
-		limit: &expr.Connlimit{Count: maxConns, Flags: expr.NFT_CONNLIMIT_F_INV}}
+		limit:      &expr.Connlimit{Count: maxConns, Flags: expr.NFT_CONNLIMIT_F_INV},
+		blockLimit: &expr.Connlimit{Count: maxBlockConns, Flags: expr.NFT_CONNLIMIT_F_INV},
+		blocks:     make(map[netip.Prefix]struct{})}
 }
 
 // install puts the table in place, atomically instead of one that is there.
@@ -57,8 +65,10 @@ func (f *firewall) install(open forced) error {
 	c.DelTable(c.AddTable(tableRef(f.table)))
 	t := c.AddTable(tableRef(f.table))
 	if f.limit != nil {
-		for _, set := range each(f, func(pool netip.Prefix) *nftables.Set { return connsSet(t, pool) }) {
-			if err := c.AddSet(set, nil); err != nil {
+		for _, pool := range each(f, func(pool netip.Prefix) netip.Prefix { return pool }) {
+			blocks := f.blocksOf(pool)
+			err := errors.Join(c.AddSet(connsSet(t, pool), nil), c.AddSet(blockConnsSet(t, pool), nil), c.AddSet(blocksSet(t, pool), blocks))
+			if err != nil {
 				return err
 			}
 		}
@@ -110,6 +120,9 @@ func (f *firewall) forward(open forced) [][]expr.Any {
 	if f.limit != nil {
 		rules = append(rules, each(f, func(pool netip.Prefix) []expr.Any {
 			return rule(in(f.iface), source(pool), firstOfConn(), countConn(pool, f.limit), counter(), drop())
+		})...)
+		rules = append(rules, each(f, func(pool netip.Prefix) []expr.Any {
+			return rule(in(f.iface), source(pool), firstOfConn(), countBlockConn(pool, f.blockLimit), counter(), drop())
 		})...)
 	}
 	rules = append(rules, each(f, func(pool netip.Prefix) []expr.Any {

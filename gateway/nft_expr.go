@@ -125,6 +125,36 @@ func countConn(pool netip.Prefix, limit expr.Any) []expr.Any {
 	}
 }
 
+// blocksSet holds the first addresses of the blocks of a pool, and blockConnsSet
+// is where the kernel counts the connections of each.
+func blocksSet(t *nftables.Table, pool netip.Prefix) *nftables.Set {
+	s := &nftables.Set{Table: t, Name: "blocks4", KeyType: nftables.TypeIPAddr}
+	if pool.Addr().Is6() {
+		s.Name, s.KeyType = "blocks6", nftables.TypeIP6Addr
+	}
+	return s
+}
+
+func blockConnsSet(t *nftables.Table, pool netip.Prefix) *nftables.Set {
+	s := connsSet(t, pool)
+	s.Name = "block-" + s.Name
+	return s
+}
+
+// countBlockConn counts a connection of a block, and matches if limit does.
+func countBlockConn(pool netip.Prefix, limit expr.Any) []expr.Any {
+	mask := make([]byte, pool.Addr().BitLen()/8)
+	for i := range len(mask) - 1 { // a block is what the last byte tells apart
+		mask[i] = 0xff
+	}
+	return []expr.Any{
+		loadSource(pool),
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))},
+		&expr.Lookup{SourceRegister: 1, SetName: blocksSet(nil, pool).Name},
+		&expr.Dynset{SrcRegKey: 1, SetName: blockConnsSet(nil, pool).Name, Operation: unix.NFT_DYNSET_OP_ADD, Exprs: []expr.Any{limit}},
+	}
+}
+
 // acceptsInterface reports whether a rule that is somebody else's accepts what
 // comes in or goes out by an interface.
 func acceptsInterface(r *nftables.Rule, iface string) bool {
