@@ -308,6 +308,12 @@ func TestLinkInAHost(t *testing.T) {
 	}
 	l.Client.Nft("flush ruleset")
 	l.stop(cmd)
+	g.mu.Lock()
+	left := g.left
+	g.mu.Unlock()
+	if !slices.Equal(left, []tunnel.Fingerprint{join.Client}) || g.joins() != 1 {
+		t.Errorf("%v have left after %d sessions, want %v after one", left, g.joins(), join.Client)
+	}
 	if diff := before.Diff(l.snapshot()); diff != "" {
 		t.Errorf("it left something behind:\n%s", diff)
 	}

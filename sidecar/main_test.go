@@ -48,7 +48,8 @@ type childSettings struct {
 	NoNftables, NoPolicyRouting bool
 	// Pin of a real gateway; zero means the toy.
 	Pin [32]byte
-	// Link runs a Link alone, which asks for a block and announces prefixes.
+	// Link runs a Link alone, which asks for a block and announces prefixes, and
+	// leaves for good when it is stopped.
 	Link     bool
 	Announce []netip.Prefix
 	// Health looks after the sidecar of StateDir, for so long.
@@ -133,7 +134,12 @@ func (c childSettings) link(ctx context.Context, log *slog.Logger) error {
 	if err != nil {
 		return err
 	}
-	return l.Run(ctx)
+	ended := make(chan error)
+	go func() { ended <- l.Run(context.Background()) }()
+	<-ctx.Done()
+	wait, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	return errors.Join(l.Leave(wait), <-ended)
 }
 
 // A lab is a topology with a toy gateway in it.

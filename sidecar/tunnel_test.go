@@ -27,7 +27,8 @@ type quicGateway struct {
 
 	mu       sync.Mutex // guards what follows
 	refuse   *tunnel.RefusedError
-	join     tunnel.Join // the last one
+	join     tunnel.Join          // the last one
+	left     []tunnel.Fingerprint // who does not come back
 	sessions []*tunnel.Session
 }
 
@@ -65,6 +66,12 @@ func (g *quicGateway) start(now func() time.Time) {
 					return tunnel.Grant{}, g.refuse
 				}
 				return defaultToyGrant().Grant, nil
+			},
+			Leave: func(client tunnel.Fingerprint) error {
+				g.mu.Lock()
+				defer g.mu.Unlock()
+				g.left = append(g.left, client)
+				return nil
 			},
 			Serve: func(_ context.Context, s *tunnel.Session) {
 				g.mu.Lock()
