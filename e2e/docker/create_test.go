@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -11,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/quicvpn/quicvpn/internal/dockerlab"
+	"github.com/quicvpn/quicvpn/internal/netlab"
 )
 
 const (
@@ -25,6 +27,8 @@ func TestCreateRefused(t *testing.T) {
 	w := newWorld(t)
 	h := w.newHost(dockerlab.Config{})
 	garbage := w.save("garbage", "not-a-token-but-secret\n")
+	revoked, pool := w.newToken("revoked"), w.newToken("pool")
+	w.run(w.Gateway, "token", "revoke", "--state-dir", w.gatewayDir(), "revoked")
 	missing := filepath.Join(w.dir, "missing")
 	token, err := os.ReadFile(w.token)
 	if err != nil {
@@ -42,10 +46,12 @@ func TestCreateRefused(t *testing.T) {
 		{"-o token=not-a-token-but-secret", "option token: "},
 		{"-o token-file=" + w.token + " -o token=" + strings.TrimSpace(string(token)), "option token-file: there is a token already: give either token-file or token"},
 		{"--subnet 192.0.2.0/26", "the subnet 192.0.2.0/26 overlaps 192.0.2.0/28 of the host's interface eth0: choose another --subnet"},
+		{"-o token-file=" + revoked, "the join token was revoked"},
+		{"--subnet 10.91.254.0/24 -o wait=1s -o token-file=" + pool, "the network's subnet 10.91.254.0/24 overlaps the gateway's pool at 10.91.254.0/24: create the network with another --subnet"},
 		{"--internal --ipam-driver null", "an internal network needs the engine's own addresses: leave out --ipam-driver null or --internal"},
 	} {
 		out, err := h.try("network create -d quicvpn " + tt.args + " bad")
-		if err == nil || !strings.Contains(err.Error(), refusal+tt.want) {
+		if err == nil || !strings.Contains(err.Error(), refusal) || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("create with %s: %q, error %v, want %q", tt.args, out, err, tt.want)
 		}
 		if err != nil {
@@ -81,6 +87,30 @@ func TestCreateWithoutToken(t *testing.T) {
 	h.checkNone()
 	h.must("network create -d quicvpn --internal inside")
 	h.must("network create -d quicvpn -o token-file=" + token + " outside")
+}
+
+// Where the host's resolver is a loopback address the engine itself would ask it,
+// outside of the tunnel.
+func TestLoopbackResolver(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	names := w.serveNames()
+	h := w.newHost(dockerlab.Config{ResolvConf: "nameserver 127.0.0.1\n"})
+	h.refused("network create -d quicvpn net", refusal+"the host's resolver 127.0.0.1 in /etc/resolv.conf would be asked for containers' names in clear")
+	h.checkNone()
+	own := serveNames(t, w.Client)
+	h.must("network create -d quicvpn -o dns=host net")
+	h.must("run --rm --network net IMAGE resolve where.example")
+	if who := own.who(); !slices.Equal(who, []netip.Addr{netip.MustParseAddr("127.0.0.1")}) {
+		t.Errorf("%v asked the host's resolver, want the host", who)
+	}
+
+	told := w.addHost("told", dockerlab.Config{ResolvConf: "nameserver 127.0.0.1\n", DNS: []netip.Addr{netlab.ServerAddr4}})
+	told.must("network create -d quicvpn net")
+	told.must("run --rm --network net IMAGE resolve where.example")
+	if who := names.who(); !slices.Equal(who, []netip.Addr{netlab.EgressAddr4}) {
+		t.Errorf("%v asked the resolver of the engine's configuration, want the gateway's address", who)
+	}
 }
 
 // TestCreateWithOptions checks that options arrive where they are for.

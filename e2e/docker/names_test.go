@@ -51,17 +51,19 @@ func (r *resolver) who() []netip.Addr {
 }
 
 // serveNames has the internet's server answer name servers' clients.
-func (w *world) serveNames() *resolver {
-	w.t.Helper()
+func (w *world) serveNames() *resolver { return serveNames(w.t, w.Internet) }
+
+func serveNames(t *testing.T, ns *netlab.NS) *resolver {
+	t.Helper()
 	r := new(resolver)
-	pc, err := w.Internet.ListenPacket("udp", ":53")
+	pc, err := ns.ListenPacket("udp", ":53")
 	if err != nil {
-		w.t.Fatal(err)
+		t.Fatal(err)
 	}
 	s := &dns.Server{PacketConn: pc, Handler: r}
 	done := make(chan error, 1)
 	go func() { done <- s.ActivateAndServe() }()
-	w.t.Cleanup(func() {
+	t.Cleanup(func() {
 		pc.Close()
 		<-done
 	})

@@ -198,7 +198,8 @@ func TestPublish(t *testing.T) {
 	}
 
 	h.refused("run --name bad --network net -p 8080:80 IMAGE serve", "NetworkDriver.ProgramExternalConnectivity: publish 8080->80/tcp: host port 8080/tcp is in use: stop what uses it or publish another port")
-	h.must("rm bad")
+	h.refused("run --name worse --network net -p 8080:80/sctp IMAGE serve", "NetworkDriver.ProgramExternalConnectivity: publish 8080->80/sctp: quicvpn publishes tcp and udp ports, not sctp")
+	h.must("rm bad worse")
 	h.waitState("one container", func(s state) bool { return s.endpoints() == 1 && len(s.Devices) == 0 })
 
 	h.must("restart web")
