@@ -62,7 +62,8 @@ func (q *Queue) control(f func(fd int) error) error { return control(q.file, f) 
 
 // Read waits for a packet and takes what else is there, up to len(pkts) packets
 // or about 512 KB. The packets are valid, and the caller's to write to, until
-// the next Read. It returns net.ErrClosed after Close.
+// the next Read, which clears pkts where it has to wait. It returns net.ErrClosed
+// after Close.
 //
 // Super-packets come whole, with their Segment. Partial and Verified are as the
 // kernel says.
@@ -72,11 +73,13 @@ func (q *Queue) Read(pkts []packet.Packet) (int, error) {
 	}
 	q.in, q.n, q.readErr = pkts, 0, nil
 	err := q.conn.Read(q.drain)
+	if q.n == 0 {
+		q.release()
+	}
 	q.in = nil
 	if q.n > 0 {
 		return q.n, nil // an error comes again
 	}
-	q.release()
 	return 0, q.dev.ioError(err, q.readErr)
 }
 
@@ -133,9 +136,11 @@ func (q *Queue) drainAll(fd uintptr) bool {
 	return true
 }
 
-// release gives the buffer back, if there is one.
+// release gives the buffer back, if there is one. The caller's packets of the
+// last time would keep it from the garbage collector.
 func (q *Queue) release() {
 	if q.buf != nil {
+		clear(q.in)
 		readBuffers.Put(q.buf)
 		q.buf = nil
 	}

@@ -149,7 +149,9 @@ func (w *writer) plain(b []byte) {
 func (w *writer) one(b []byte) {
 	w.set(0, w.hdr[:])
 	w.set(1, b)
-	if errno := w.sys(w.fd, w.iov[:2]); errno != 0 {
+	errno := w.sys(w.fd, w.iov[:2])
+	clear(w.iov[:2])
+	if errno != 0 {
 		w.failed(errno, 1)
 	}
 }
@@ -161,7 +163,9 @@ func (w *writer) super(v vnet, pieces [][]byte) unix.Errno {
 	for i, b := range pieces {
 		w.set(1+i, b)
 	}
-	return w.sys(w.fd, w.iov[:1+len(pieces)])
+	errno := w.sys(w.fd, w.iov[:1+len(pieces)])
+	clear(w.iov[:1+len(pieces)])
+	return errno
 }
 
 func (w *writer) set(i int, b []byte) {

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -22,8 +23,10 @@ import (
 // A world stands for the gateway and the tunnels to it: it passes packets from
 // one network to the other by their destination.
 type world struct {
-	t      *testing.T
-	lab    *netlab.Lab
+	t   *testing.T
+	lab *netlab.Lab
+	mu  sync.Mutex // guards routes
+	// routes are by prefix; the last one that fits counts.
 	routes []route
 	// mtu is that of all tunnels.
 	mtu    atomic.Int32
@@ -47,17 +50,35 @@ func (w *world) join(cfg Config, block int, u Uplink) *network {
 	w.t.Helper()
 	n := newNetwork(w.t, w.lab, cfg)
 	for _, p := range []string{fmt.Sprintf("10.91.%d.0/24", block), fmt.Sprintf("fd91::%x:0/112", block)} {
-		w.routes = append(w.routes, route{netip.MustParsePrefix(p), n})
+		w.route(netip.MustParsePrefix(p), n)
 	}
 	if u.Announced {
 		for _, p := range cfg.Subnets {
-			w.routes = append(w.routes, route{p, n})
+			w.route(p, n)
 		}
 	}
 	u.Gateway = gateway
 	u.Send = func(queue int, pkts []packet.Packet, errs tunnel.Sink) { w.pass(n, queue, pkts, errs) }
 	n.SetUplink(&u)
 	return n
+}
+
+func (w *world) route(p netip.Prefix, to *network) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.routes = append(w.routes, route{p, to})
+}
+
+// lookup returns the network of an address, or nil.
+func (w *world) lookup(ip netip.Addr) *network {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, r := range slices.Backward(w.routes) {
+		if r.prefix.Contains(ip) {
+			return r.to
+		}
+	}
+	return nil
 }
 
 // pass is what a session and the gateway do: too large is answered by the
@@ -91,8 +112,8 @@ func (w *world) pass(from *network, queue int, pkts []packet.Packet, errs tunnel
 			}
 			continue
 		}
-		if at := slices.IndexFunc(w.routes, func(r route) bool { return r.prefix.Contains(h.Dst) }); at >= 0 {
-			w.routes[at].to.WritePackets(queue, pkts[i:i+1])
+		if to := w.lookup(h.Dst); to != nil {
+			to.WritePackets(queue, pkts[i:i+1])
 		}
 	}
 }
@@ -102,7 +123,7 @@ func (w *world) resolver() container {
 	w.t.Helper()
 	n := newNetwork(w.t, w.lab, Config{})
 	for _, ip := range gateway {
-		w.routes = append([]route{{netip.PrefixFrom(ip, ip.BitLen()), n}}, w.routes...)
+		w.route(netip.PrefixFrom(ip, ip.BitLen()), n)
 	}
 	n.SetUplink(&Uplink{Send: func(queue int, pkts []packet.Packet, errs tunnel.Sink) { w.pass(n, queue, pkts, errs) }})
 	return n.attach("gateway", mapped(gateway, gateway))
@@ -181,7 +202,7 @@ func TestAnnounced(t *testing.T) {
 	internet := w.join(Config{}, 4, Uplink{})
 	webs := addrs("203.0.113.10", "2001:db8:3::10")
 	for _, ip := range webs {
-		w.routes = append(w.routes, route{netip.PrefixFrom(ip, ip.BitLen()), internet})
+		w.route(netip.PrefixFrom(ip, ip.BitLen()), internet)
 	}
 	a := one.attach("a", mapped(inside(2), outside(1, 2)))
 	b := two.attach("b", mapped(theirs, outside(2, 2)))

@@ -115,10 +115,13 @@ func (c *Coalescer) single(p *Packet, h Header) {
 	c.oneB[0], c.oneP[0] = p.Data, p
 	c.one = Run{Pieces: c.oneB[:], Packets: c.oneP[:], Header: h, Segment: p.Segment, Flags: p.Flags}
 	c.Emit(&c.one)
+	c.oneB[0], c.oneP[0] = nil, nil
 }
 
 func (c *Coalescer) let(s *slot) {
 	s.used = false
+	// Nothing of what came out is kept from the garbage collector.
+	defer s.forget()
 	if len(s.run.Packets) == 1 {
 		c.single(s.run.Packets[0], s.run.Header)
 		return
@@ -139,6 +142,12 @@ func (c *Coalescer) let(s *slot) {
 	putSum(t[checksumAt(h.Proto):], fold(pseudo(hdr, h.Proto, total-h.IPLen)))
 	s.run.Flags = Partial
 	c.Emit(&s.run)
+}
+
+// forget drops the packets of a run.
+func (s *slot) forget() {
+	clear(s.run.Pieces)
+	clear(s.run.Packets)
 }
 
 // start opens a run with a first packet.
