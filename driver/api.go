@@ -86,7 +86,10 @@ func (d *Driver) handler() sdk.Handler {
 	h := sdk.NewHandler(manifest)
 	empty := func(_ *Driver, _ *endpointRequest) (any, error) { return struct{}{}, nil }
 	handle(h, d, "GetCapabilities", nil, func(*Driver, *struct{}) (any, error) {
-		return map[string]string{"Scope": "local", "ConnectivityScope": "local"}, nil
+		// Each host has networks of its own, which reach those of others through the
+		// gateway: only then do the hosts of a swarm tell each other the names of
+		// services.
+		return map[string]string{"Scope": "local", "ConnectivityScope": "global"}, nil
 	})
 	handle(h, d, "CreateNetwork", checkNetwork, (*Driver).createNetwork)
 	handle(h, d, "DeleteNetwork", checkNetwork, (*Driver).deleteNetwork)
