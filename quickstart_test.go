@@ -18,7 +18,7 @@ import (
 // TestQuickStart runs the shell lines of the README's section for a gateway and
 // a client, as they stand there.
 func TestQuickStart(t *testing.T) {
-	gatewayLines, clientLines, tokenLines := quickStart(t)
+	gatewayLines, clientLines, healthLines, operatorLines := quickStart(t)
 	world := netlab.NewTopology(t, netlab.LinkConfig{})
 	world.Internet.ServeHTTP(80)
 	ctx, cancel := context.WithTimeout(t.Context(), 40*time.Second)
@@ -81,7 +81,17 @@ func TestQuickStart(t *testing.T) {
 	if want := netlab.Page + netlab.EgressAddr4.String(); err != nil || !strings.HasPrefix(page, want) {
 		t.Errorf("the page says %q (%v), want %q\n%s\n%s", page, err, want, s.Log(), g.Log())
 	}
-	for _, line := range tokenLines {
+	for _, line := range healthLines {
+		var out []byte
+		for healthy := false; !healthy && ctx.Err() == nil; { // the session is new
+			out, err = shell(world.Client, line).CombinedOutput()
+			healthy = err == nil
+		}
+		if err != nil {
+			t.Errorf("%s: %v\n%s", line, err, out)
+		}
+	}
+	for _, line := range operatorLines {
 		run(world.Gateway, line)
 	}
 	for _, c := range []*netlab.Cmd{s, g} {
@@ -97,7 +107,7 @@ func TestQuickStart(t *testing.T) {
 var shellBlock = regexp.MustCompile("(?s)```sh\n(.*?)```")
 
 // quickStart returns the lines of the section's shell blocks, without comments.
-func quickStart(t *testing.T) (gateway, client, tokens []string) {
+func quickStart(t *testing.T) (gateway, client, health, operator []string) {
 	t.Helper()
 	text, err := os.ReadFile("README.md")
 	if err != nil {
@@ -117,8 +127,8 @@ func quickStart(t *testing.T) (gateway, client, tokens []string) {
 		}
 		blocks = append(blocks, lines)
 	}
-	if len(blocks) != 3 || len(blocks[0]) != 2 || len(blocks[1]) != 2 {
-		t.Fatalf("the section has the blocks %q, want two lines for the gateway, two for the client, and those about tokens", blocks)
+	if len(blocks) != 5 || len(blocks[0]) != 2 || len(blocks[1]) != 2 {
+		t.Fatalf("the section has the blocks %q, want two lines for the gateway, two for the client, its health, and those about tokens and clients", blocks)
 	}
-	return blocks[0], blocks[1], blocks[2]
+	return blocks[0], blocks[1], blocks[2], append(blocks[3], blocks[4]...)
 }

@@ -72,6 +72,9 @@ func commandLines(document string) (lines [][]string) {
 			piece, _, _ = strings.Cut(piece, ">")
 			piece, _, _ = strings.Cut(piece, "|")
 			words := strings.Fields(piece)
+			if len(words) > 0 && slices.Contains([]string{"docker", "systemctl"}, words[0]) {
+				continue // where quicvpn is a driver, a network, an image or a unit
+			}
 			if i := slices.Index(words, "quicvpn"); i >= 0 && len(words) > i+1 && (inBlock || i == 0) {
 				lines = append(lines, words[i:])
 			}
@@ -141,7 +144,7 @@ func TestCommandLines(t *testing.T) {
 }
 
 // beforeCommands heads the part of the table about the flags of quicvpn itself.
-const beforeCommands = "before the command, and on `gateway run` and `sidecar`"
+const beforeCommands = "before the command, and on `gateway run`, `sidecar` and `driver`"
 
 // TestConfigurationTable compares the README's table with the flags.
 func TestConfigurationTable(t *testing.T) {

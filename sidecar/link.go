@@ -162,6 +162,7 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 		out.dial = quicDialer(cfg, out)
 	}
 	l := &Link{cfg: cfg, out: out, changed: make(chan struct{}, 1), news: make(chan struct{}, 1)}
+	l.status.Since = time.Now()
 	l.c = &connector{
 		host: host, port: port, hint: out.hint,
 		dial:    l.dial,
@@ -212,7 +213,7 @@ func quicDialer(cfg LinkConfig, out wayOut) func(context.Context, netip.AddrPort
 func (l *Link) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	l.set(func() { l.end, l.status.Since = cancel, time.Now() })
+	l.set(func() { l.end = cancel })
 	g, ctx := errgroup.WithContext(ctx)
 	if l.out.moved == nil {
 		moved := make(chan struct{}, 1)
