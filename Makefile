@@ -25,7 +25,7 @@ DOCKER ?= $(if $(shell docker buildx version 2>/dev/null),docker,/usr/bin/docker
 # Docker builds it in its image of Go.
 OFFLINE ?= $(if $(wildcard $(GO)),1)
 
-.PHONY: all build image plugin install uninstall setup lint test e2e fuzz check demo bench-tunnel bench-tun clean
+.PHONY: all build image plugin install uninstall setup lint test e2e fuzz check demo bench-tunnel bench-tun bench-docker clean
 
 all: build
 
@@ -107,6 +107,11 @@ bench-tunnel: setup build
 
 bench-tun: setup
 	cd internal/bench && $(GO) run ./tun
+
+# QUICK=1 takes under 50 seconds.
+bench-docker: setup build
+	@cd internal/bench && $(GO) build -o ../../bin/bench-docker ./docker
+	@bin/bench-docker $(if $(QUICK),-quick) bin/quicvpn
 
 clean:
 	rm -rf bin dist

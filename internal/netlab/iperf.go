@@ -73,13 +73,18 @@ func (i Iperf) Args() []string {
 // errNotStarted says that the server turned a run down before anything was sent.
 var errNotStarted = errors.New("the run did not start")
 
-// Iperf runs iperf3 in the namespace. Between two runs a server closes its socket
-// and opens another, and resets who has connected in between: Iperf tries again
-// for a second.
+// Iperf runs iperf3 in the namespace.
 func (n *NS) Iperf(ctx context.Context, run Iperf) (IperfResult, error) {
+	return run.By(ctx, func(args ...string) *Cmd { return n.Command(ctx, "iperf3", args...) })
+}
+
+// By runs iperf3 by commands made of its arguments. Between two runs a server
+// closes its socket and opens another, and resets who has connected in between:
+// By tries again for a second.
+func (i Iperf) By(ctx context.Context, command func(args ...string) *Cmd) (IperfResult, error) {
 	start := time.Now()
 	for {
-		out, err := n.Command(ctx, "iperf3", run.Args()...).Output()
+		out, err := command(i.Args()...).Output()
 		r, err := parseIperf(out, err)
 		if !errors.Is(err, errNotStarted) || time.Since(start) > time.Second || sleep(ctx, 5*retry) != nil {
 			return r, err
