@@ -323,11 +323,11 @@ func TestClaimsExpire(t *testing.T) {
 			t.Fatal("another host took a prefix after a short outage")
 		}
 		// The others are told when it is over.
-		told := l.sa.told
+		told, _ := l.sa.news()
 		time.Sleep(claimTime / 30)
 		synctest.Wait()
-		if l.sa.told != told+1 || len(l.sa.peers) != 2 {
-			t.Errorf("told %d times, peers %v", l.sa.told-told, l.sa.peers)
+		if now, peers := l.sa.news(); now != told+1 || len(peers) != 2 {
+			t.Errorf("told %d times, peers %v", now-told, peers)
 		}
 		if !other() {
 			t.Fatal("another host did not get a prefix that is free")

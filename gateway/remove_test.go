@@ -189,8 +189,8 @@ func TestListAndRemoveClients(t *testing.T) {
 		return err == nil
 	})
 	// It is not the one that was removed, now and after a restart.
-	s.refresh(func(ids []tunnel.Fingerprint) { t.Errorf("gone are %v", ids) })
 	stop()
+	s.refresh(func(ids []tunnel.Fingerprint) { t.Errorf("gone are %v", ids) })
 	s.Close()
 	s = reopen(t, dir)
 	if !s.Admitted(again) || again.Addr4 == c3.Addr4 {

@@ -51,6 +51,13 @@ func (f *fakeSession) SetPeers(peers []netip.Prefix) error {
 	return nil
 }
 
+// news returns how often it was told of its peers, and the last time.
+func (f *fakeSession) news() (told int, peers []netip.Prefix) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.told, f.peers
+}
+
 func (f *fakeSession) Close(reason string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -90,8 +90,9 @@ const (
 	joinTimeout  = 10 * time.Second
 	maxStrangers = 1024
 
-	// maxHeaderBytes bounds the headers of requests and answers.
-	maxHeaderBytes = 16 << 10
+	// maxHeaderBytes bounds the headers of requests and answers, of which
+	// hundreds of peers are the most.
+	maxHeaderBytes = 32 << 10
 
 	// Above so many new connections a second, clients first prove that their
 	// address is theirs (RFC 9000, section 8.1.2).

@@ -125,6 +125,51 @@ func TestWishRefused(t *testing.T) {
 	}
 }
 
+// The most that a gateway tells of peers and refusals comes through.
+func TestWishWithManyPeers(t *testing.T) {
+	grant := testGrant
+	for i := range 256 {
+		grant.Peers = append(grant.Peers, netip.MustParsePrefix(fmt.Sprintf("fd99:9999:9999:9999:9999:9999:%x:1230/124", 0x9000+i)))
+	}
+	grant.AnnounceRefused = strings.Repeat(grant.Peers[9].String()+" overlaps "+grant.Peers[9].String()+
+		" of another host of the network: create the network with another --subnet there or here; ", maxAnnounce)
+	g := startGateway(t, ServerConfig{Authorize: func(context.Context, Join) (Grant, error) { return grant, nil }})
+	s := dial(t, g.dialer(t), g.Addr())
+	if d := cmp.Diff(grant.Peers, s.Peers(), compareNetip); d != "" {
+		t.Error(d)
+	}
+	receive(t, s)
+	server := <-g.serve
+	receive(t, server)
+	if err := server.SetPeers(grant.Peers[1:]); err != nil {
+		t.Fatal(err)
+	}
+	want := slices.Clone(grant.Peers[1:])
+	slices.SortFunc(want, func(a, b netip.Prefix) int { return a.Addr().Compare(b.Addr()) })
+	waitPeers(t, s, want)
+}
+
+// FuzzGrantHeader reads what a gateway tells, and writes it again.
+func FuzzGrantHeader(f *testing.F) {
+	f.Add("10.91.0.0/16, fd00::/64", "172.18.0.0/16", "172.17.0.0/16 overlaps", "10.91.0.1")
+	f.Add(",", "x", "\x1b[2J", "::1%eth0")
+	f.Fuzz(func(t *testing.T, peers, announced, refused, gateway string) {
+		g, err := grantFromHeader(http.Header{headerPeers: {peers}, headerAnnounced: {announced}, headerAnnounceRefused: {refused}, headerGateway: {gateway}})
+		if err != nil {
+			return
+		}
+		h := http.Header{}
+		grantToHeader(g, h)
+		again, err := grantFromHeader(h)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d := cmp.Diff(g, again, compareNetip); d != "" {
+			t.Error(d)
+		}
+	})
+}
+
 func FuzzWish(f *testing.F) {
 	f.Add("?1", "172.18.0.0/16, fd00::/64")
 	f.Add("?0", "10.0.0.0/8,10.0.0.0/8")
