@@ -39,7 +39,7 @@ var rules = []struct {
 	{"driver/hub/...", []string{"tunnel", "tun", "internal/..."}},
 	{"driver/publish/...", []string{"internal/..."}},
 	{"driver/...", []string{"driver/...", "sidecar", "tunnel", "tun", "internal/..."}},
-	{"gateway/...", []string{"tunnel", "tun", "internal/..."}},
+	{"gateway/...", []string{"tunnel", "tun", "netstack", "internal/..."}},
 	{"sidecar/...", []string{"tunnel", "tun", "internal/..."}},
 	{"tunnel/...", []string{"tunnel/...", "internal/packet"}},
 	{"tun/...", []string{"internal/packet"}},
@@ -101,6 +101,8 @@ func check(p *goPackage) (violations []string) {
 			refuse(path, "imports point one way")
 		case isQUIC(path) && !matches("tunnel/...", name):
 			refuse(path, "only tunnel knows QUIC")
+		case strings.HasPrefix(path, "gvisor.dev/") && !matches("netstack/...", name):
+			refuse(path, "only netstack knows gVisor")
 		}
 	}
 	return violations
@@ -121,6 +123,7 @@ func TestCheckFinds(t *testing.T) {
 		{goPackage{ImportPath: module + "/gateway", Imports: []string{module + "/sidecar"}}, true},
 		{goPackage{ImportPath: module + "/sidecar", Imports: []string{module + "/internal/netlab"}}, true},
 		{goPackage{ImportPath: module + "/sidecar", Imports: []string{"github.com/quic-go/quic-go"}}, true},
+		{goPackage{ImportPath: module + "/gateway", Imports: []string{"gvisor.dev/gvisor/pkg/tcpip"}}, true},
 		{goPackage{ImportPath: module + "/tun", Imports: []string{module + "/tunnel"}}, true},
 		{goPackage{ImportPath: module + "/tunnel", Imports: []string{module + "/tun"}}, true},
 		{goPackage{ImportPath: module + "/tunnel", Imports: []string{"github.com/quic-go/quic-go/http3"}}, false},
