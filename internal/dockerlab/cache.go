@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -64,10 +65,11 @@ func locked(name string, f func() error) error {
 }
 
 // fresh has a file made beside its place and moves it there once it is whole:
-// what stood there may be a program that runs.
+// what stood there may be a program that runs. The caller holds the lock.
 func fresh(path string, make func(ctx context.Context, path string) error) error {
-	work, err := os.MkdirTemp(cacheDir, "making-")
-	if err != nil {
+	work := path + ".making"
+	// What is there is of a run that was killed.
+	if err := errors.Join(os.RemoveAll(work), os.Mkdir(work, 0o755)); err != nil {
 		return err
 	}
 	defer os.RemoveAll(work)
@@ -169,7 +171,8 @@ var debianArgs = []string{
 // debian returns the archive of a Debian system.
 func debian() (string, error) {
 	return cached("debian", []byte(strings.Join(debianArgs, "\n")), func(ctx context.Context, path string) error {
-		_, err := execute(ctx, "", "mmdebstrap", append(debianArgs, path)...)
+		// The tree that it makes first goes beside the archive, not to /tmp.
+		_, err := execute(ctx, "", "env", append([]string{"TMPDIR=" + filepath.Dir(path), "mmdebstrap"}, append(debianArgs, path)...)...)
 		return err
 	})
 }

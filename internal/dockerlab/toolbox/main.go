@@ -54,12 +54,12 @@ var commands = map[string]struct {
 }
 
 func run(ctx context.Context, args []string) error {
-	if len(args) == 0 {
-		return errors.New(usage)
+	if len(args) > 0 {
+		c, ok := commands[args[0]]
+		if args = args[1:]; ok && (c.args < 0 || len(args) == c.args) {
+			return c.run(ctx, args)
+		}
 	}
-	c, ok := commands[args[0]]
-	if args = args[1:]; !ok || c.args >= 0 && len(args) != c.args {
-		return errors.New(usage)
-	}
-	return c.run(ctx, args)
+	fmt.Fprint(os.Stderr, usage)
+	return errors.New("no such command, or not its number of arguments")
 }
