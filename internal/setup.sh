@@ -18,6 +18,7 @@ need nft nftables
 need iptables iptables
 need setpriv util-linux
 need git git
+need systemd-analyze systemd
 need gcc gcc libc6-dev # the race detector
 [ -x /usr/bin/docker ] || missing="$missing docker.io" # another docker may come first
 need containerd containerd
