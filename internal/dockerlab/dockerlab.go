@@ -18,7 +18,8 @@
 // Kill, Stop and StartAgain are about the daemon alone. PowerOff and PowerOn are
 // about the whole host; Reboot is both and StartAgain.
 //
-// It needs root and Debian's packages docker.io and iptables.
+// It needs root and Debian's packages docker.io and iptables; DebianImage needs
+// mmdebstrap.
 package dockerlab
 
 import (
