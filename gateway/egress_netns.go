@@ -1,7 +1,9 @@
 package gateway
 
 import (
+	"context"
 	"fmt"
+	"net"
 	"os"
 	"runtime"
 
@@ -40,7 +42,7 @@ func (n *netNS) do(fn func() error) error {
 			return
 		}
 		if st.Ino == n.ino {
-			defer runtime.UnlockOSThread()
+			runtime.UnlockOSThread() // so are the process's other threads
 		} else if err := unix.Setns(int(n.f.Fd()), unix.CLONE_NEWNET); err != nil {
 			done <- fmt.Errorf("enter the network namespace: %w", err)
 			return
@@ -48,6 +50,15 @@ func (n *netNS) do(fn func() error) error {
 		done <- fn()
 	}()
 	return <-done
+}
+
+// dial connects a socket inside the namespace.
+func (n *netNS) dial(ctx context.Context, network, address string) (conn net.Conn, err error) {
+	err = n.do(func() error {
+		conn, err = new(net.Dialer).DialContext(ctx, network, address)
+		return err
+	})
+	return conn, err
 }
 
 func (n *netNS) close() error { return n.f.Close() }

@@ -38,6 +38,11 @@ type Config struct {
 	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
 	// badly.
 	DisableOffload bool
+	// NameServers resolve names for clients whose own name servers the gateway
+	// refuses; none means those of /etc/resolv.conf, as it is at each time.
+	NameServers []netip.AddrPort
+	// DisableDNS refuses the queries of such clients as well.
+	DisableDNS bool
 	// Log is where the gateway speaks; nil discards.
 	Log *slog.Logger
 }
@@ -93,6 +98,7 @@ type Gateway struct {
 	server *tunnel.Server
 	egress *egress
 	router *router
+	names  *names // nil if there are none
 	drops  packet.Drops
 	close  func() error
 }
@@ -155,6 +161,13 @@ func newGateway(cfg Config) (_ *Gateway, err error) {
 		pool4: pool4, pool6: pool6, exits: exits, exit6: g.egress.ipv6,
 		isHost: g.egress.isHost, admitted: g.state.Admitted, drops: &g.drops,
 	})
+	if !cfg.DisableDNS {
+		g.names, err = openNames(namesConfig{servers: cfg.NameServers, dial: g.egress.ns.dial, router: g.router, log: cfg.Log})
+		if err != nil {
+			return nil, err
+		}
+		g.router.cfg.names = g.names.take
+	}
 	return g, nil
 }
 
@@ -166,6 +179,9 @@ func (g *Gateway) Close() error { return g.close() }
 
 func (g *Gateway) release() error {
 	var errs []error
+	if g.names != nil {
+		errs = append(errs, g.names.close())
+	}
 	if g.egress != nil {
 		errs = append(errs, g.egress.close())
 	}
@@ -306,21 +322,22 @@ func (g *Gateway) serve(_ context.Context, s *tunnel.Session) {
 	log.Info("client has left", "reason", reason)
 }
 
-// report logs sessions and drops when they have changed.
+// report logs sessions, drops and queries for names when there is something new:
+// queries alone are nothing new, but those without an answer are.
 func (g *Gateway) report(ctx context.Context) error {
 	tick := time.NewTicker(reportInterval)
 	defer tick.Stop()
-	sessions, drops := 0, map[string]uint64{}
+	sessions, drops, names := 0, map[string]uint64{}, map[string]uint64{}
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-tick.C:
 		}
-		n, d := g.router.sessions(), g.drops.Snapshot()
-		if n != sessions || !maps.Equal(d, drops) {
-			g.cfg.Log.Info("traffic", "sessions", n, "drops", d)
-			sessions, drops = n, d
+		s, d, n := g.router.sessions(), g.drops.Snapshot(), g.names.counters()
+		if s != sessions || !maps.Equal(d, drops) || n["failed"] != names["failed"] || n["refused"] != names["refused"] {
+			g.cfg.Log.Info("traffic", "sessions", s, "drops", d, "names", n)
+			sessions, drops, names = s, d, n
 		}
 	}
 }
