@@ -29,6 +29,7 @@ type exit struct {
 	cancel  context.CancelFunc
 	done    chan struct{} // closed when the link runs no more
 	ready   chan struct{} // closed when there was a session
+	refused error         // why it cannot be used; set before ready is closed
 	// announced says that other members reach containers by their own addresses;
 	// guarded by the network's lock.
 	announced bool
@@ -61,7 +62,7 @@ func (n *network) startExitLocked(r *exitRecord) error {
 		DisableOffload: n.driver.cfg.DisableOffload,
 		Block:          true,
 		Drops:          &n.drops, Log: n.log,
-		Check: n.checkGrant, Connected: x.connected, Disconnected: x.disconnected, Changed: x.changed,
+		Connected: x.connected, Disconnected: x.disconnected, Changed: x.changed,
 	}
 	if r.Name == mainExit {
 		cfg.Announce = n.record.Subnets
@@ -89,7 +90,7 @@ func (x *exit) wait(timeout time.Duration) error {
 	for {
 		select {
 		case <-x.ready:
-			return nil
+			return x.refused
 		case <-deadline:
 			err := x.link.Status().Err
 			if err == nil {
@@ -114,7 +115,16 @@ func (x *exit) stop() {
 // leave gives up the membership at the gateway, and then the session.
 func (x *exit) leave(ctx context.Context) {
 	defer x.stop()
-	if err := x.link.Leave(ctx); err != nil {
+	err := x.link.Leave(ctx)
+	// A session that has only just begun takes a moment to be in use.
+	for err != nil && ctx.Err() == nil && x.link.Status().Gateway.IsValid() {
+		time.Sleep(10 * time.Millisecond)
+		err = x.link.Leave(ctx)
+	}
+	x.network.mu.Lock()
+	member := len(x.record.Block) > 0
+	x.network.mu.Unlock()
+	if err != nil && member {
 		x.network.log.Warn("the gateway was not told that this client leaves, and keeps its addresses until the client is removed there",
 			"error", err)
 	}
@@ -125,6 +135,11 @@ func (x *exit) connected(g tunnel.Grant) tunnel.Sink {
 	n := x.network
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if err := n.record.clash(g); err != nil {
+		n.log.Error("the gateway cannot serve the network", "error", err)
+		x.beReady(err)
+		return n.hub // which has no uplink: nothing leaves, and nothing comes in
+	}
 	x.takeLocked(g)
 	x.announced = len(g.Announced) > 0 && g.AnnounceRefused == ""
 	if g.AnnounceRefused != "" {
@@ -133,12 +148,18 @@ func (x *exit) connected(g tunnel.Grant) tunnel.Sink {
 	}
 	x.plugLocked()
 	n.syncMTULocked()
+	x.beReady(nil)
+	return n.hub
+}
+
+// beReady ends the wait for the first session.
+func (x *exit) beReady(err error) {
 	select {
 	case <-x.ready:
 	default:
+		x.refused = err
 		close(x.ready)
 	}
-	return n.hub
 }
 
 // takeLocked notes what the gateway leased.
@@ -193,13 +214,13 @@ func (x *exit) changed() {
 	n.syncMTULocked()
 }
 
-// checkGrant refuses a gateway whose pool has addresses of the network's own:
-// nobody in them could be reached.
-func (n *network) checkGrant(g tunnel.Grant) error {
+// clash says why a gateway cannot serve the network: nobody in addresses that both
+// have could be reached.
+func (r *record) clash(g tunnel.Grant) error {
 	for _, p := range g.Block {
-		for _, s := range n.record.Subnets { // which never change
+		for _, s := range r.Subnets {
 			if p.Overlaps(s) {
-				return fmt.Errorf("the network's subnet %v overlaps the gateway's pool at %v: create the network with another --subnet", s, p)
+				return fmt.Errorf("the network's subnet %v overlaps the gateway's pool at %v: choose another --subnet", s, p)
 			}
 		}
 	}

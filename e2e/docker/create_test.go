@@ -47,7 +47,7 @@ func TestCreateRefused(t *testing.T) {
 		{"-o token-file=" + w.token + " -o token=" + strings.TrimSpace(string(token)), "option token-file: there is a token already: give either token-file or token"},
 		{"--subnet 192.0.2.0/26", "the subnet 192.0.2.0/26 overlaps 192.0.2.0/28 of the host's interface eth0: choose another --subnet"},
 		{"-o token-file=" + revoked, "the join token was revoked"},
-		{"--subnet 10.91.254.0/24 -o wait=1s -o token-file=" + pool, "the network's subnet 10.91.254.0/24 overlaps the gateway's pool at 10.91.254.0/24: create the network with another --subnet"},
+		{"--subnet 10.91.254.0/24 -o token-file=" + pool, "the network's subnet 10.91.254.0/24 overlaps the gateway's pool at 10.91.254.0/24: choose another --subnet"},
 		{"--internal --ipam-driver null", "an internal network needs the engine's own addresses: leave out --ipam-driver null or --internal"},
 	} {
 		out, err := h.try("network create -d quicvpn " + tt.args + " bad")
@@ -60,6 +60,9 @@ func TestCreateRefused(t *testing.T) {
 			}
 		}
 		h.checkNone()
+	}
+	if list := w.run(w.Gateway, "client", "list", "--state-dir", w.gatewayDir()); strings.Contains(list, "pool") {
+		t.Errorf("a refused network keeps its place at the gateway:\n%s", list)
 	}
 }
 
