@@ -9,7 +9,9 @@
 //  2. A destination in the pools is another client of the same network, and
 //     the packet goes straight to that session; or it is the gateway itself,
 //     which answers pings (router_icmp.go); or it is refused.
-//  3. Any other destination is looked up in the client's policy (policy.go).
+//  3. So is one in a prefix that another client of the network has announced
+//     (announce.go), unless the client's own token opens it. Any other
+//     destination is looked up in the client's policy (policy.go).
 //  4. What may leave is written to the one TUN device. The kernel forwards and
 //     masquerades it (egress*.go, nft*.go, sysctl*.go).
 //  5. What the kernel hands to the TUN device goes to the session that owns the

@@ -114,7 +114,7 @@ func (s *Session) Leave(ctx context.Context) error {
 	return fmt.Errorf("leave the gateway: %w", s.ended())
 }
 
-// left forgets a client that leaves, and ends its session.
+// left has the server forget a client that leaves, and end its sessions.
 func (s *Session) left() error {
 	if s.client || !s.own || s.leave == nil {
 		return nil
@@ -123,7 +123,6 @@ func (s *Session) left() error {
 		s.log.Error("a client could not leave", "key", s.peer, "error", err)
 		return errors.New("the gateway could not forget the client, its log says why: try again")
 	}
-	s.end(codeLeft, errLeft, errLeft.Error())
 	return nil
 }
 

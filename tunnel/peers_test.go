@@ -97,6 +97,9 @@ func TestLeave(t *testing.T) {
 	left := make(chan Fingerprint, 1)
 	g := startGateway(t, ServerConfig{Leave: func(id Fingerprint) error { left <- id; return nil }})
 	d := g.dialer(t)
+	twin, stranger := dial(t, d, g.Addr()), dial(t, g.dialer(t), g.Addr())
+	receive(t, <-g.serve)
+	receive(t, <-g.serve)
 	s := dial(t, d, g.Addr())
 	receive(t, s)
 	server := <-g.serve
@@ -115,6 +118,14 @@ func TestLeave(t *testing.T) {
 	}
 	if err := s.Leave(ctx); err != nil {
 		t.Errorf("the second time: %v", err)
+	}
+	select {
+	case <-twin.Context().Done():
+	case <-ctx.Done():
+		t.Error("another session of the same client goes on")
+	}
+	if stranger.Context().Err() != nil {
+		t.Error("the session of another client has ended")
 	}
 }
 
