@@ -7,11 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net"
 	"net/http"
 	"net/netip"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -304,28 +302,6 @@ func (s *Server) track(session *Session, on bool) {
 		s.sessions[session] = struct{}{}
 	} else {
 		delete(s.sessions, session)
-	}
-}
-
-// leave returns what forgets a client and ends its sessions; nil if the server
-// does not hear of it.
-func (s *Server) leave() func(Fingerprint) error {
-	if s.cfg.Leave == nil {
-		return nil
-	}
-	return func(client Fingerprint) error {
-		if err := s.cfg.Leave(client); err != nil {
-			return err
-		}
-		s.mu.Lock()
-		all := slices.Collect(maps.Keys(s.sessions))
-		s.mu.Unlock()
-		for _, session := range all {
-			if session.peer == client {
-				session.end(codeLeft, errLeft, errLeft.Error())
-			}
-		}
-		return nil
 	}
 }
 

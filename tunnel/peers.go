@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -124,6 +126,28 @@ func (s *Session) left() error {
 		return errors.New("the gateway could not forget the client, its log says why: try again")
 	}
 	return nil
+}
+
+// leave returns what forgets a client and ends its sessions; nil if the server
+// does not hear of it.
+func (s *Server) leave() func(Fingerprint) error {
+	if s.cfg.Leave == nil {
+		return nil
+	}
+	return func(client Fingerprint) error {
+		if err := s.cfg.Leave(client); err != nil {
+			return err
+		}
+		s.mu.Lock()
+		all := slices.Collect(maps.Keys(s.sessions))
+		s.mu.Unlock()
+		for _, session := range all {
+			if session.peer == client {
+				session.end(codeLeft, errLeft, errLeft.Error())
+			}
+		}
+		return nil
+	}
 }
 
 // errLeft ends the session of a client that has left.
