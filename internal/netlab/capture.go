@@ -19,8 +19,9 @@ type Capture struct {
 	iface   *Iface
 	ends    []netip.AddrPort // of the tunnel
 	onLink  []netip.Prefix   // the interface's addresses
-	tunnels int              // socket that takes the tunnel's packets, never read
-	others  int              // socket that takes all the rest
+	inClear func(src, dst netip.Addr) bool
+	tunnels int // socket that takes the tunnel's packets, never read
+	others  int // socket that takes all the rest
 
 	mu    sync.Mutex // guards seen
 	seen  Traffic
@@ -31,8 +32,9 @@ type Capture struct {
 type Traffic struct {
 	// Tunnel packets are UDP to or from the tunnel's end.
 	Tunnel uint64
-	// Clear packets go to a destination off the link, and are not the tunnel's,
-	// nor the ICMP errors of a kernel about those, which show no more than they.
+	// Clear packets go to a destination off the link, or are what CaptureClear
+	// was told. They are not the tunnel's, nor the ICMP errors of a kernel about
+	// those, which show no more than they.
 	Clear uint64
 	// DNS packets are those of port 53, whatever their destination.
 	DNS uint64
@@ -69,7 +71,22 @@ func (t Traffic) Leak() string {
 // tunnel's packets are those of UDP to or from the given ends.
 func (i *Iface) Capture(tunnel ...netip.AddrPort) *Capture {
 	i.NS.lab.tb.Helper()
-	c := &Capture{iface: i, ends: tunnel, onLink: i.Addresses()}
+	return i.capture(nil, tunnel)
+}
+
+// CaptureClear is Capture for a link that carries more than the tunnel: in clear
+// are those packets alone of which a function says so.
+func (i *Iface) CaptureClear(inClear func(src, dst netip.Addr) bool, tunnel ...netip.AddrPort) *Capture {
+	i.NS.lab.tb.Helper()
+	return i.capture(inClear, tunnel)
+}
+
+func (i *Iface) capture(inClear func(src, dst netip.Addr) bool, tunnel []netip.AddrPort) *Capture {
+	i.NS.lab.tb.Helper()
+	c := &Capture{iface: i, ends: tunnel, onLink: i.Addresses(), inClear: inClear}
+	if c.inClear == nil {
+		c.inClear = func(_, dst netip.Addr) bool { return !c.local(dst) }
+	}
 	i.NS.must("capture "+i.Name, func() (err error) {
 		if c.tunnels, err = packetSocket(i.Index, tunnelFilter(tunnel, 1, 0), 1); err != nil {
 			return err
@@ -215,7 +232,7 @@ func (c *Capture) lookAt(p []byte) {
 		return
 	}
 	isDNS := s.src.Port() == 53 || s.dst.Port() == 53
-	isClear := !c.local(s.dst.Addr())
+	isClear := c.inClear(s.src.Addr(), s.dst.Addr())
 	if isDNS {
 		c.seen.DNS++
 	}

@@ -67,6 +67,25 @@ func TestCapture(t *testing.T) {
 	}
 }
 
+// TestCaptureClear watches a link that has neighbours on it: of what is not the
+// tunnel's it counts what it was told to.
+func TestCaptureClear(t *testing.T) {
+	ctx := testContext(t)
+	top := NewTopology(t, LinkConfig{})
+	server := netip.MustParseAddr("192.0.2.1")
+	c := top.ClientIf.CaptureClear(func(src, dst netip.Addr) bool { return dst == server },
+		netip.AddrPortFrom(GatewayAddr4, 443))
+	if _, err := top.Client.Ping(ctx, Ping{To: server, Count: 3, Interval: time.Millisecond}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := top.Client.Ping(ctx, Ping{To: ServerAddr4}); err != nil {
+		t.Fatal(err)
+	}
+	if got := c.Traffic(); got.Clear != 3 || got.Tunnel != 0 || len(got.Samples) != 3 {
+		t.Errorf("saw %+v, want 3 packets in clear", got)
+	}
+}
+
 func TestCaptureSurvivesTheLinkAndCountsWhatItLost(t *testing.T) {
 	ctx := testContext(t)
 	top := NewTopology(t, LinkConfig{})

@@ -4,7 +4,7 @@
 // A Lab holds its namespaces by descriptor only and its commands die with it, so
 // that everything goes away with the process, however that ends. It needs root,
 // and the programs ip and nft for some of its calls. It never touches the
-// namespaces that the process came from.
+// namespaces that the process came from, but for what Lab.Host is told to do.
 package netlab
 
 import (

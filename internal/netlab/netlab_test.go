@@ -63,6 +63,23 @@ func TestNamespaceIsSeparate(t *testing.T) {
 	}
 }
 
+func TestHost(t *testing.T) {
+	ctx := testContext(t)
+	want, err := os.Readlink("/proc/self/ns/net")
+	if err != nil {
+		t.Fatal(err)
+	}
+	host := New(t).Host()
+	out, err := host.Command(ctx, "readlink", "/proc/self/ns/net").Output()
+	if got := strings.TrimSpace(string(out)); err != nil || got != want {
+		t.Errorf("a command is in %s (%v), want %s", got, err, want)
+	}
+	got := ""
+	if err := host.Do(func() (err error) { got, err = os.Readlink("/proc/thread-self/ns/net"); return err }); err != nil || got != want {
+		t.Errorf("a function is in %s (%v), want %s", got, err, want)
+	}
+}
+
 func TestDoReturnsWhenTheFunctionExits(t *testing.T) {
 	n := New(t).NS("one")
 	if err := n.Do(func() error { runtime.Goexit(); return nil }); err == nil {

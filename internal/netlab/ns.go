@@ -69,6 +69,18 @@ func (l *Lab) live(n *NS, enter func() error) error {
 	return err
 }
 
+// Host returns the namespaces that this process is in, to look around there and
+// to run commands that end with the lab. What they change is the host's own.
+func (l *Lab) Host() *NS {
+	l.tb.Helper()
+	n := &NS{Name: "the host"}
+	if err := l.live(n, n.hold); err != nil {
+		l.tb.Fatalf("hold the host's namespaces: %v", err)
+	}
+	l.onClose(n.close)
+	return n
+}
+
 func (n *NS) close() {
 	close(n.stop)
 	<-n.gone
@@ -88,14 +100,8 @@ func (n *NS) enterNew() (err error) {
 	if err := unix.Mount("sysfs", "/sys", "sysfs", 0, ""); err != nil {
 		return fmt.Errorf("mount /sys: %w", err)
 	}
-	if n.net, err = os.Open("/proc/thread-self/ns/net"); err != nil {
+	if err := n.hold(); err != nil {
 		return err
-	}
-	if n.mnt, err = os.Open("/proc/thread-self/ns/mnt"); err != nil {
-		return err
-	}
-	if n.nl, err = netlink.NewHandle(); err != nil {
-		return fmt.Errorf("open netlink: %w", err)
 	}
 	for _, kv := range [][2]string{
 		{"net.ipv4.ip_forward", "0"},
@@ -116,6 +122,20 @@ func (n *NS) enterNew() (err error) {
 	}
 	if err := n.nl.LinkSetUp(lo); err != nil {
 		return fmt.Errorf("set loopback up: %w", err)
+	}
+	return nil
+}
+
+// hold keeps the namespaces of the calling thread.
+func (n *NS) hold() (err error) {
+	if n.net, err = os.Open("/proc/thread-self/ns/net"); err != nil {
+		return err
+	}
+	if n.mnt, err = os.Open("/proc/thread-self/ns/mnt"); err != nil {
+		return err
+	}
+	if n.nl, err = netlink.NewHandle(); err != nil {
+		return fmt.Errorf("open netlink: %w", err)
 	}
 	return nil
 }

@@ -51,6 +51,11 @@ func (n *NS) Snapshot() Snapshot {
 		for line := range strings.Lines(n.read(f[0], f[1:]...)) {
 			// "\" stands for a line break in ip's one-line form.
 			words := strings.Fields(strings.ReplaceAll(line, `\`, " "))
+			for i, w := range words[:max(len(words)-1, 0)] {
+				if strings.HasSuffix(w, "_timer") {
+					words[i+1] = "…" // a bridge's run on and on
+				}
+			}
 			lines = append(lines, f[0]+": "+strings.Join(words, " "))
 		}
 	}
