@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -47,6 +48,48 @@ func TestInstall(t *testing.T) {
 		t.Errorf("files of a package:\n%s", diff)
 	}
 	run("grep", "^ExecStart=/usr/bin/quicvpn driver$", filepath.Join(root, "usr", unit))
+}
+
+// The capabilities that the unit leaves the driver are enough, for a published
+// port below 1024 and for a container of an earlier run, too.
+func TestCapabilitiesOfUnit(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	h := w.bareHost()
+	start := func() {
+		t.Helper()
+		h.driver = h.Start(w.ctx, "setpriv", "--no-new-privs", "--bounding-set", "-all,"+unitCapabilities(t),
+			program, "driver", "--token-file", w.token, "--state-dir", h.stateDir())
+		if err := h.driver.WaitLog(w.ctx, "the driver is up"); err != nil {
+			t.Fatalf("start the driver: %v; it printed:\n%s", err, h.driver.Log())
+		}
+	}
+	start()
+	h.must("network create -d quicvpn --subnet 172.30.0.0/24 net")
+	h.must("run -d --name web --network net -p 80:80 IMAGE serve")
+	h.driver.Kill()
+	start()
+	h.reaches("web")
+	if _, err := w.Uplink.Get(w.ctx, "http://"+h.uplink.Addresses()[0].Addr().String()+"/"); err != nil {
+		t.Error(err)
+	}
+	h.must("rm -f web")
+	h.must("network rm net")
+}
+
+// unitCapabilities returns the unit's capabilities as setpriv adds them.
+func unitCapabilities(t *testing.T) string {
+	t.Helper()
+	unit, err := os.ReadFile("../../packaging/quicvpn-driver.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, list, ok := strings.Cut(string(unit), "\nCapabilityBoundingSet=CAP_")
+	if !ok {
+		t.Fatal("the unit leaves the driver all capabilities")
+	}
+	list, _, _ = strings.Cut(list, "\n")
+	return "+" + strings.ToLower(strings.ReplaceAll(list, " CAP_", ",+"))
 }
 
 // filesBelow lists the files below a directory, by their names from there.
