@@ -3,12 +3,15 @@ package docker
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/quicvpn/quicvpn/internal/netlab"
 	"github.com/quicvpn/quicvpn/internal/nsenter"
 )
 
@@ -17,9 +20,20 @@ func TestComposeSidecar(t *testing.T) {
 	w := newWorld(t)
 	h := w.bareHost()
 	h.make("image", "OFFLINE=1")
-	p := h.project("compose/sidecar.yaml", `services: {app: {image: IMAGE, command: serve}}`, "QUICVPN_TOKEN_FILE="+w.token)
+	names := w.serveNames()
+	p := h.project("compose/sidecar.yaml", fmt.Sprintf(`
+services:
+  app: {image: IMAGE, command: serve}
+  vpn: {dns: !override %s}
+`, netlab.ServerAddr4), "QUICVPN_TOKEN_FILE="+w.token)
 	p.must("up --detach --wait")
 	p.seenAs("app", both)
+	if got := p.must("exec -T app /toolbox resolve where.example"); got != netlab.ServerAddr4.String() {
+		t.Errorf("where.example is %q", got)
+	}
+	if who := names.who(); !slices.Equal(who, []netip.Addr{netlab.EgressAddr4}) {
+		t.Errorf("%v asked for the name, want the gateway's address", who)
+	}
 	h.checkTunnel()
 
 	// The published port answers where it was asked, to whom did.
