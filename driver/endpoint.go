@@ -185,8 +185,11 @@ func (d *Driver) join(r *endpointRequest) (any, error) {
 
 // attachLocked connects a device with the hub.
 func (n *network) attachLocked(e *endpointRecord, device *tun.Device, mtu int) error {
-	err := n.hub.Attach(hub.Port{ID: e.ID, Device: device, Addrs: n.addrsLocked(e)})
-	if err != nil {
+	port := hub.Port{ID: e.ID, Device: device, Addrs: n.addrsLocked(e)}
+	if x := n.exits[e.Exit]; x != nil {
+		port.Exit = x.hub
+	}
+	if err := n.hub.Attach(port); err != nil {
 		return err
 	}
 	n.joined[e.ID] = &endpoint{record: e, device: device, mtu: mtu, since: time.Now()}
@@ -275,12 +278,7 @@ func (d *Driver) deleteEndpoint(r *endpointRequest) (any, error) {
 func (n *network) forgetLocked(id string) {
 	n.leaveLocked(id)
 	n.complain(deleteDevice(id))
-	e := n.record.endpoint(id)
-	if e == nil {
-		return
-	}
 	n.record.removeEndpoint(id)
-	n.dropExitLocked(e.Exit)
 }
 
 // program publishes a container's ports.

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net/http"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"slices"
 	"time"
@@ -25,9 +24,10 @@ import (
 type exit struct {
 	network *network
 	record  *exitRecord // guarded by the network's lock
+	hub     *hub.Exit
 	link    *sidecar.Link
 	cancel  context.CancelFunc
-	done    chan struct{} // closed when the link runs no more
+	done    chan struct{} // closed while the link does not run
 	ready   chan struct{} // closed when there was a session
 	refused error         // why it cannot be used; set before ready is closed
 	// announced says that other members reach containers by their own addresses;
@@ -35,28 +35,29 @@ type exit struct {
 	announced bool
 }
 
-// startExits starts all exits of the record.
-func (n *network) startExits() error {
+// makeExits makes all exits of the record. They do not run yet.
+func (n *network) makeExits() error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for _, r := range n.record.Exits {
-		if err := n.startExitLocked(r); err != nil {
+		if _, err := n.makeExitLocked(r); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (n *network) startExitLocked(r *exitRecord) error {
+func (n *network) makeExitLocked(r *exitRecord) (*exit, error) {
 	t, err := token.Parse(r.Token)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	key, _, err := identity.LoadOrCreate(filepath.Join(n.dir, r.Name+".key"))
 	if err != nil {
-		return fmt.Errorf("the network's key: %w", err)
+		return nil, fmt.Errorf("the network's key: %w", err)
 	}
-	x := &exit{network: n, record: r, done: make(chan struct{}), ready: make(chan struct{})}
+	x := &exit{network: n, record: r, hub: n.hub.Exit, cancel: func() {}, done: make(chan struct{}), ready: make(chan struct{})}
+	close(x.done)
 	cfg := sidecar.LinkConfig{
 		Token: t, Key: key, Queues: n.record.Queues, MTU: n.record.MTU,
 		DisableOffload: n.driver.cfg.DisableOffload,
@@ -66,19 +67,35 @@ func (n *network) startExitLocked(r *exitRecord) error {
 	}
 	if r.Name == mainExit {
 		cfg.Announce = n.record.Subnets
+	} else {
+		x.hub = n.hub.NewExit()
 	}
 	if x.link, err = sidecar.NewLink(cfg); err != nil {
-		return err
+		return nil, err
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	x.cancel = cancel
 	n.exits[r.Name] = x
+	return x, nil
+}
+
+// runExits starts all exits.
+func (n *network) runExits() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, x := range n.exits {
+		x.run()
+	}
+}
+
+// run keeps a session until stop.
+func (x *exit) run() {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	x.cancel, x.done = cancel, done
 	go func() {
-		defer close(x.done)
+		defer close(done)
 		// It only ends when it is told to.
-		n.complain(x.link.Run(ctx))
+		x.network.complain(x.link.Run(ctx))
 	}()
-	return nil
 }
 
 // wait returns when there was a session, or with the reason why there is none.
@@ -138,7 +155,7 @@ func (x *exit) connected(g tunnel.Grant) tunnel.Sink {
 	if err := n.record.clash(g); err != nil {
 		n.log.Error("the gateway cannot serve the network", "error", err)
 		x.beReady(err)
-		return n.hub // which has no uplink: nothing leaves, and nothing comes in
+		return x.hub // which has no uplink: nothing leaves, and nothing comes in
 	}
 	x.takeLocked(g)
 	x.announced = len(g.Announced) > 0 && g.AnnounceRefused == ""
@@ -149,7 +166,7 @@ func (x *exit) connected(g tunnel.Grant) tunnel.Sink {
 	x.plugLocked()
 	n.syncMTULocked()
 	x.beReady(nil)
-	return n.hub
+	return x.hub
 }
 
 // beReady ends the wait for the first session.
@@ -192,7 +209,7 @@ func (x *exit) takeLocked(g tunnel.Grant) {
 
 // plugLocked connects the hub with the session.
 func (x *exit) plugLocked() {
-	x.network.hub.SetUplink(&hub.Uplink{
+	x.hub.SetUplink(&hub.Uplink{
 		Send:      x.link.Send,
 		Peers:     x.link.Peers(),
 		Announced: x.announced,
@@ -200,7 +217,7 @@ func (x *exit) plugLocked() {
 	})
 }
 
-func (x *exit) disconnected() { x.network.hub.SetUplink(nil) }
+func (x *exit) disconnected() { x.hub.SetUplink(nil) }
 
 // changed follows the session's MTU and the other members' addresses.
 func (x *exit) changed() {
@@ -228,7 +245,8 @@ func (r *record) clash(g tunnel.Grant) error {
 }
 
 // exitLocked returns the record of the exit that a container asks for. Where it
-// is new, it is made, and started.
+// is new, it is made, and started. It then stays as long as the network: the
+// container may come back when its token enrols nobody any more.
 func (n *network) exitLocked(o exitOptions) (*exitRecord, error) {
 	if !o.isSet() {
 		return n.record.Exits[0], nil
@@ -244,22 +262,10 @@ func (n *network) exitLocked(o exitOptions) (*exitRecord, error) {
 		n.record.Exits = n.record.Exits[:len(n.record.Exits)-1]
 		return nil, err
 	}
-	return r, n.startExitLocked(r)
-}
-
-// dropExitLocked gives up an exit that no container uses any more.
-func (n *network) dropExitLocked(name string) {
-	x := n.exits[name]
-	if name == mainExit || x == nil || slices.ContainsFunc(n.record.Endpoints, func(e *endpointRecord) bool { return e.Exit == name }) {
-		return
+	x, err := n.makeExitLocked(r)
+	if err != nil {
+		return nil, err
 	}
-	delete(n.exits, name)
-	n.record.Exits = slices.DeleteFunc(n.record.Exits, func(r *exitRecord) bool { return r.Name == name })
-	key := filepath.Join(n.dir, name+".key")
-	go func() { // the engine does not wait for a gateway
-		ctx, cancel := context.WithTimeout(context.Background(), leaveTimeout)
-		defer cancel()
-		x.leave(ctx)
-		n.complain(os.Remove(key))
-	}()
+	x.run()
+	return r, nil
 }

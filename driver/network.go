@@ -73,7 +73,10 @@ func (d *Driver) createNetwork(r *networkRequest) (any, error) {
 		err = n.record.save(n.dir)
 	}
 	if err == nil {
-		err = n.startExits()
+		err = n.makeExits()
+	}
+	if err == nil {
+		n.runExits()
 	}
 	if err == nil && wait > 0 && !record.Internal {
 		err = n.exits[mainExit].wait(wait)

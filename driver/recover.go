@@ -31,18 +31,23 @@ func (d *Driver) recover() error {
 	}
 	for _, r := range records {
 		n := d.newNetwork(r)
-		d.networks[r.ID] = n
-		if err := n.restore(); err != nil {
-			return err
+		err := n.makeExits()
+		if err == nil {
+			err = n.restore()
 		}
+		if err != nil {
+			d.cfg.Log.Error("a network cannot be used", "network", r.ID, "error", err)
+			d.broken[r.ID] = err
+			n.close()
+			continue
+		}
+		d.networks[r.ID] = n
 	}
 	if err := d.deleteStrays(); err != nil {
 		return err
 	}
 	for _, n := range d.networks {
-		if err := n.startExits(); err != nil {
-			return fmt.Errorf("network %.12s: %w", n.record.ID, err)
-		}
+		n.runExits()
 	}
 	return nil
 }
@@ -86,12 +91,6 @@ func (n *network) restore() error {
 		if err := n.restoreEndpointLocked(e); err != nil {
 			n.log.Info("a container is gone", "endpoint", short(e.ID), "reason", err)
 			n.record.removeEndpoint(e.ID)
-		}
-	}
-	for _, x := range slices.Clone(n.record.Exits) {
-		unused := !slices.ContainsFunc(n.record.Endpoints, func(e *endpointRecord) bool { return e.Exit == x.Name })
-		if x.Name != mainExit && unused {
-			n.record.Exits = slices.DeleteFunc(n.record.Exits, func(r *exitRecord) bool { return r == x })
 		}
 	}
 	if len(n.record.Endpoints) == before {

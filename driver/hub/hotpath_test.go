@@ -178,7 +178,7 @@ func FuzzWritePackets(f *testing.F) {
 	}
 	containers := slices.Concat(in2, in3, inside(4))
 	f.Fuzz(func(t *testing.T, data []byte, segment uint16, flags uint8) {
-		table := b.table.Load()
+		table := b.table.Load().views[b.Exit]
 		p := packet.Packet{Data: bytes.Clone(data), Segment: segment, Flags: packet.Flags(flags)}
 		if to := table.accept(&p, &memo{}, false); to != nil {
 			h, err := packet.Parse(p.Data)

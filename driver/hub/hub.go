@@ -58,6 +58,8 @@ type Port struct {
 	Device *tun.Device
 	// Addrs are the container's addresses.
 	Addrs []Addr
+	// Exit is the container's way out; nil means the hub's own.
+	Exit *Exit
 }
 
 // An Addr is an address of a container.
@@ -83,20 +85,30 @@ type Uplink struct {
 	Gateway []netip.Addr
 }
 
+// An Exit is a way out of the network for some of its containers, or for all that
+// have no other: an uplink, and the sink for what comes out of the tunnel.
+type Exit struct {
+	hub    *Hub
+	errs   errorSink
+	uplink *Uplink // guarded by hub.mu
+}
+
 // A Hub is the data path of one network. Its methods are safe for concurrent
 // use.
 type Hub struct {
+	// Exit is the way out of containers that have no other.
+	*Exit
+
 	cfg  Config
 	own4 netip.Addr
 	own6 netip.Addr
-	errs errorSink
 
 	// table is what packets see. It is replaced, never changed.
 	table atomic.Pointer[table]
 
 	mu     sync.Mutex // guards what follows, and who replaces table
+	exits  []*Exit
 	ports  map[string]*port
-	uplink *Uplink
 	closed bool
 }
 
@@ -109,7 +121,7 @@ func New(cfg Config) *Hub {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	h := &Hub{cfg: cfg, ports: make(map[string]*port)}
-	h.errs.hub = h
+	h.Exit = h.NewExit()
 	for _, ip := range cfg.Own {
 		if ip.Is4() {
 			h.own4 = ip
@@ -117,8 +129,18 @@ func New(cfg Config) *Hub {
 			h.own6 = ip
 		}
 	}
-	h.table.Store(&table{hub: h})
 	return h
+}
+
+// NewExit returns another way out, without an uplink.
+func (h *Hub) NewExit() *Exit {
+	e := &Exit{hub: h}
+	e.errs.exit = e
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.exits = append(h.exits, e)
+	h.rebuildLocked()
+	return e
 }
 
 // Attach puts a container in its place and starts to read its device. An older
@@ -131,6 +153,9 @@ func (h *Hub) Attach(p Port) error {
 	}
 	n := &port{hub: h, Port: p, queues: p.Device.Queues()}
 	n.Addrs = slices.Clone(p.Addrs)
+	if p.Exit == nil {
+		n.Exit = h.Exit
+	}
 	old, err := h.replace(n)
 	if err != nil {
 		return fmt.Errorf("attach %s: %w", p.ID, err)
@@ -173,11 +198,13 @@ func (h *Hub) replace(n *port) (old []*port, err error) {
 	switch {
 	case h.closed:
 		return nil, net.ErrClosed
+	case !slices.Contains(h.exits, n.Exit):
+		return nil, errors.New("its exit is another hub's")
 	case h.ports[n.ID] != nil:
 		return nil, errors.New("it is attached already: detach it first")
 	}
 	for _, p := range h.ports {
-		if !p.gone && slices.ContainsFunc(n.Addrs, func(a Addr) bool { return p.has(a.Inside) || p.has(a.Outside) }) {
+		if !p.gone && slices.ContainsFunc(n.Addrs, func(a Addr) bool { return p.has(a.Inside, n.Exit) || p.has(a.Outside, n.Exit) }) {
 			p.gone = true
 			old = append(old, p)
 		}
@@ -256,7 +283,7 @@ func (h *Hub) SetOutside(id string, addrs []Addr) error {
 			return fmt.Errorf("map %v of %s: %w", a.Inside, id, err)
 		}
 		for _, other := range h.ports {
-			if other != p && !other.gone && other.has(a.Outside) {
+			if other != p && !other.gone && other.has(a.Outside, p.Exit) {
 				return fmt.Errorf("map %v of %s to %v: that is %s's", a.Inside, id, a.Outside, other.ID)
 			}
 		}
@@ -269,16 +296,16 @@ func (h *Hub) SetOutside(id string, addrs []Addr) error {
 
 // SetUplink says where what leaves goes. Nil means nowhere: it is dropped and
 // counted, whatever comes.
-func (h *Hub) SetUplink(u *Uplink) {
+func (e *Exit) SetUplink(u *Uplink) {
 	if u != nil {
 		c := *u
 		c.Peers, c.Gateway = slices.Clone(u.Peers), slices.Clone(u.Gateway)
 		u = &c
 	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.uplink = u
-	h.rebuildLocked()
+	e.hub.mu.Lock()
+	defer e.hub.mu.Unlock()
+	e.uplink = u
+	e.hub.rebuildLocked()
 }
 
 // Close detaches everything. It returns when all readers have ended.
@@ -290,7 +317,9 @@ func (h *Hub) Close() error {
 		p.gone = true
 		all = append(all, p)
 	}
-	h.uplink = nil
+	for _, e := range h.exits {
+		e.uplink = nil
+	}
 	h.rebuildLocked()
 	h.mu.Unlock()
 	var errs []error
@@ -314,9 +343,10 @@ type port struct {
 	gone bool // no longer in the table. hub.mu guards it, and Addrs.
 }
 
-// has reports whether an address is one of the port's, inside or outside.
-func (p *port) has(ip netip.Addr) bool {
-	return ip.IsValid() && slices.ContainsFunc(p.Addrs, func(a Addr) bool { return a.Inside == ip || a.Outside == ip })
+// has reports whether an address is the container's, its own or one that stands for
+// it beyond an exit.
+func (p *port) has(ip netip.Addr, e *Exit) bool {
+	return ip.IsValid() && slices.ContainsFunc(p.Addrs, func(a Addr) bool { return a.Inside == ip || a.Outside == ip && p.Exit == e })
 }
 
 // start starts the readers.
@@ -334,4 +364,4 @@ func (p *port) stop() error {
 	return err
 }
 
-var _ tunnel.Sink = (*Hub)(nil)
+var _ tunnel.Sink = (*Exit)(nil)

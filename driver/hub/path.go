@@ -38,11 +38,11 @@ type reader struct {
 	port  *port
 	queue int
 
-	table *table // that memo is of
-	memo  memo
-	pkts  [batch]packet.Packet
-	icmp  [1280]byte // an answer in the making
-	out   [1]packet.Packet
+	view *view // that memo is of
+	memo memo
+	pkts [batch]packet.Packet
+	icmp [1280]byte // an answer in the making
+	out  [1]packet.Packet
 }
 
 // run reads until the device is closed.
@@ -60,8 +60,8 @@ func (r *reader) run() {
 
 // forward passes on what a container sends.
 func (r *reader) forward(pkts []packet.Packet) {
-	if t := r.hub.table.Load(); t != r.table {
-		r.table, r.memo = t, memo{}
+	if t := r.hub.table.Load(); r.view == nil || t != r.view.table {
+		r.view, r.memo = t.views[r.port.Exit], memo{}
 	}
 	var run way
 	start := 0
@@ -84,7 +84,7 @@ func (r *reader) route(p *packet.Packet) way {
 	}
 	m := &r.memo
 	if h.Src != m.src || h.Dst != m.dst {
-		*m = memo{h.Src, h.Dst, r.table.outbound(r.port, h.Src, h.Dst)}
+		*m = memo{h.Src, h.Dst, r.view.outbound(r.port, h.Src, h.Dst)}
 	}
 	v := &m.verdict
 	switch v.door {
@@ -138,7 +138,7 @@ func (r *reader) pass(pkts []packet.Packet, w way) {
 	case w.port != nil:
 		w.port.write(r.queue, pkts)
 	case w.up:
-		r.table.uplink.Send(r.queue, pkts, &r.hub.errs)
+		r.view.uplink.Send(r.queue, pkts, &r.port.Exit.errs)
 	}
 }
 
@@ -149,17 +149,21 @@ func (p *port) write(queue int, pkts []packet.Packet) {
 }
 
 // WritePackets takes what comes out of the tunnel, from a peer who may be hostile.
-func (h *Hub) WritePackets(queue int, pkts []packet.Packet) { h.deliver(queue, pkts, false) }
+func (e *Exit) WritePackets(queue int, pkts []packet.Packet) { e.deliver(queue, pkts, false) }
 
 // An errorSink takes the ICMP errors with which an uplink answers what it was
 // sent.
-type errorSink struct{ hub *Hub }
+type errorSink struct{ exit *Exit }
 
-func (s *errorSink) WritePackets(queue int, pkts []packet.Packet) { s.hub.deliver(queue, pkts, true) }
+func (s *errorSink) WritePackets(queue int, pkts []packet.Packet) { s.exit.deliver(queue, pkts, true) }
 
 // deliver passes on what is for a container.
-func (h *Hub) deliver(queue int, pkts []packet.Packet, trusted bool) {
-	t := h.table.Load()
+func (e *Exit) deliver(queue int, pkts []packet.Packet, trusted bool) {
+	t := e.hub.table.Load().views[e]
+	if t == nil {
+		e.hub.cfg.Drops.Add(packet.DropClosed, len(pkts))
+		return
+	}
 	var last memo
 	var run *port
 	start := 0
@@ -178,13 +182,13 @@ func (h *Hub) deliver(queue int, pkts []packet.Packet, trusted bool) {
 }
 
 // accept decides which container a packet is for, if any.
-func (t *table) accept(p *packet.Packet, last *memo, trusted bool) *port {
+func (t *view) accept(p *packet.Packet, last *memo, trusted bool) *port {
 	h, err := packet.Parse(p.Data)
 	if err == nil {
 		err = p.Check(h)
 	}
 	if err != nil {
-		t.hub.cfg.Drops.Add(packet.DropMalformed, 1)
+		t.exit.hub.cfg.Drops.Add(packet.DropMalformed, 1)
 		return nil
 	}
 	if h.Src != last.src || h.Dst != last.dst {
@@ -192,7 +196,7 @@ func (t *table) accept(p *packet.Packet, last *memo, trusted bool) *port {
 	}
 	v := &last.verdict
 	if v.way.port == nil {
-		t.hub.cfg.Drops.Add(v.why, 1)
+		t.exit.hub.cfg.Drops.Add(v.why, 1)
 		return nil
 	}
 	if v.door == gatewayDoor && ofResolver(p.Data, h) {

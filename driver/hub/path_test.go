@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -75,7 +76,7 @@ func since(before, now map[string]uint64) map[string]uint64 {
 // goes, what it is then, or which error answers it.
 func (b *bench) send(id string, pkt []byte) (way, is string) {
 	r := b.from[id]
-	r.table, r.memo, r.out[0] = b.table.Load(), memo{}, packet.Packet{}
+	r.view, r.memo, r.out[0] = b.table.Load().views[r.port.Exit], memo{}, packet.Packet{}
 	p := packet.Packet{Data: pkt}
 	w := r.route(&p)
 	switch {
@@ -278,7 +279,7 @@ func TestFromTunnel(t *testing.T) {
 				}
 				p := packet.Packet{Data: tt.pkt, Segment: tt.segment}
 				to, is := "", ""
-				if port := b.table.Load().accept(&p, &memo{}, tt.trusted); port != nil {
+				if port := b.table.Load().views[b.Exit].accept(&p, &memo{}, tt.trusted); port != nil {
 					to, is = port.ID, describe(p.Data)
 					if h, err := packet.Parse(p.Data); err != nil || h.FragmentOffset == 0 && !checksumsHold(p.Data) {
 						t.Error("its checksums are wrong")
@@ -386,5 +387,48 @@ func TestGatewayOfOneVersion(t *testing.T) {
 	}
 	if way, is := b.send("a", udp(in2[1], own[1], 53, "x")); way != "answered" {
 		t.Errorf("IPv6: %q %q", way, is)
+	}
+}
+
+// Two exits may lead to gateways whose blocks are the same.
+func TestExits(t *testing.T) {
+	b := newBench(t, dual())
+	other, sent := b.NewExit(), &recorder{}
+	other.SetUplink(&Uplink{Send: sent.Send, Gateway: gateway})
+	ns := b.lab.NS("d")
+	ns.Sysctl("net.ipv6.conf.default.disable_ipv6", "1") // it would speak up on a new link
+	dev := b.device(ns, 2)
+	if err := dev.SetUp(); err != nil {
+		t.Fatal(err)
+	}
+	in5 := inside(5)
+	if err := b.Attach(Port{ID: "d", Device: dev, Addrs: mapped(in5, out2), Exit: other}); err != nil {
+		t.Fatal(err)
+	}
+	b.from["d"] = &reader{hub: b.Hub, port: b.ports["d"]}
+
+	for id, in := range map[string][]netip.Addr{"a": in2, "d": in5} {
+		if to, is := b.send(id, udp(in[0], web[0], 80, "x")); to != "gateway" || !strings.HasPrefix(is, out2[0].String()) {
+			t.Errorf("%s sends to %q as %q, want the gateway to see %v", id, to, is, out2[0])
+		}
+	}
+	for id, exit := range map[string]*Exit{"a": b.Exit, "d": other} {
+		view := b.table.Load().views[exit]
+		p := packet.Packet{Data: udp(web[0], out2[0], 80, "x")}
+		if port := view.accept(&p, &memo{}, false); port == nil || port.ID != id {
+			t.Errorf("an answer comes to %v, want %s", port, id)
+		}
+		// Not even a peer reaches a container by an exit that is not its own.
+		p = packet.Packet{Data: udp(peers[0].Addr().Next(), map[string]netip.Addr{"a": in5[0], "d": in2[0]}[id], 80, "x")}
+		if port := view.accept(&p, &memo{}, false); port != nil {
+			t.Errorf("by the exit of %s a packet comes to %s", id, port.ID)
+		}
+	}
+	b.SetUplink(nil)
+	if to, _ := b.send("a", udp(in2[0], web[0], 80, "x")); to == "gateway" {
+		t.Error("without its own uplink a container has another's")
+	}
+	if err := New(dual()).Attach(Port{ID: "e", Device: dev, Addrs: mapped(inside(6), nil), Exit: other}); err == nil {
+		t.Error("an exit of another hub is taken")
 	}
 }

@@ -11,9 +11,15 @@ import (
 
 // A table is what the data path knows of the network at one moment.
 type table struct {
-	hub     *Hub
-	inside  map[netip.Addr]host // by containers' own addresses
-	outside map[netip.Addr]host // by those that stand for them beyond this host
+	inside map[netip.Addr]host // by containers' own addresses
+	views  map[*Exit]*view
+}
+
+// A view is the network as one exit has it.
+type view struct {
+	*table
+	exit    *Exit
+	outside map[netip.Addr]host // by the addresses that stand for containers beyond this host
 	uplink  *Uplink             // nil: there is none
 }
 
@@ -24,7 +30,10 @@ type host struct {
 }
 
 func (h *Hub) rebuildLocked() {
-	t := &table{hub: h, inside: make(map[netip.Addr]host), outside: make(map[netip.Addr]host), uplink: h.uplink}
+	t := &table{inside: make(map[netip.Addr]host), views: make(map[*Exit]*view)}
+	for _, e := range h.exits {
+		t.views[e] = &view{table: t, exit: e, outside: make(map[netip.Addr]host), uplink: e.uplink}
+	}
 	for _, p := range h.ports {
 		if p.gone {
 			continue
@@ -32,7 +41,7 @@ func (h *Hub) rebuildLocked() {
 		for _, a := range p.Addrs {
 			t.inside[a.Inside] = host{p, a}
 			if a.Outside.IsValid() {
-				t.outside[a.Outside] = host{p, a}
+				t.views[p.Exit].outside[a.Outside] = host{p, a}
 			}
 		}
 	}
@@ -74,7 +83,7 @@ const (
 var prohibited = verdict{why: packet.DropDestination, answer: true, because: packet.AdminProhibited}
 
 // outbound judges packets that come from a port.
-func (t *table) outbound(from *port, src, dst netip.Addr) verdict {
+func (t *view) outbound(from *port, src, dst netip.Addr) verdict {
 	if !unicast(dst) {
 		return verdict{why: packet.DropDestination}
 	}
@@ -82,7 +91,7 @@ func (t *table) outbound(from *port, src, dst netip.Addr) verdict {
 	if self.port != from {
 		return verdict{why: packet.DropSource}
 	}
-	if dst == t.hub.own4 || dst == t.hub.own6 {
+	if dst == t.exit.hub.own4 || dst == t.exit.hub.own6 {
 		return t.toOwn(self, dst)
 	}
 	if to, ok := t.inside[dst]; ok {
@@ -95,7 +104,7 @@ func (t *table) outbound(from *port, src, dst netip.Addr) verdict {
 		}
 		return verdict{way: way{port: to.port}, src: self.Outside, dst: to.Inside}
 	}
-	if subnet, ok := t.hub.subnet(dst); ok {
+	if subnet, ok := t.exit.hub.subnet(dst); ok {
 		if dst.Is4() && subnet.Bits() < 31 && (dst == subnet.Masked().Addr() || dst == netipx.PrefixLastIP(subnet)) {
 			return verdict{why: packet.DropDestination} // broadcast
 		}
@@ -109,7 +118,7 @@ func (t *table) outbound(from *port, src, dst netip.Addr) verdict {
 }
 
 // toOwn judges packets to the network's own address.
-func (t *table) toOwn(self host, own netip.Addr) verdict {
+func (t *view) toOwn(self host, own netip.Addr) verdict {
 	to := t.gateway(own)
 	v := t.toGateway(self, to)
 	if v.way.up {
@@ -123,9 +132,9 @@ func (t *table) toOwn(self host, own netip.Addr) verdict {
 }
 
 // toGateway judges packets that leave the host.
-func (t *table) toGateway(self host, dst netip.Addr) verdict {
+func (t *view) toGateway(self host, dst netip.Addr) verdict {
 	switch {
-	case t.hub.cfg.Internal:
+	case t.exit.hub.cfg.Internal:
 		return prohibited
 	case t.uplink == nil:
 		return verdict{why: packet.DropNoSession}
@@ -141,10 +150,10 @@ func (t *table) toGateway(self host, dst netip.Addr) verdict {
 
 // inbound judges packets that come out of the tunnel. What the uplink itself says
 // about our own packets is trusted with what it says.
-func (t *table) inbound(src, dst netip.Addr, trusted bool) verdict {
+func (t *view) inbound(src, dst netip.Addr, trusted bool) verdict {
 	switch {
 	case trusted:
-	case t.hub.cfg.Internal:
+	case t.exit.hub.cfg.Internal:
 		return verdict{why: packet.DropDestination}
 	case !unicast(src) || t.isLocal(src):
 		return verdict{why: packet.DropSource}
@@ -152,7 +161,7 @@ func (t *table) inbound(src, dst netip.Addr, trusted bool) verdict {
 	to, ok := t.outside[dst]
 	if !ok {
 		to, ok = t.inside[dst]
-		ok = ok && (trusted || t.uplink != nil && t.uplink.Announced &&
+		ok = ok && to.port.Exit == t.exit && (trusted || t.uplink != nil && t.uplink.Announced &&
 			(t.uplink.isPeer(src) || slices.Contains(t.uplink.Gateway, src)))
 	}
 	if !ok {
@@ -164,15 +173,15 @@ func (t *table) inbound(src, dst netip.Addr, trusted bool) verdict {
 	}
 	if t.isResolver(src) {
 		v.door = gatewayDoor
-		v.src = t.hub.own(src)
+		v.src = t.exit.hub.own(src)
 	}
 	return v
 }
 
 // isLocal reports whether an address is of this network on this host: nobody
 // beyond it may have it as a source.
-func (t *table) isLocal(ip netip.Addr) bool {
-	if ip == t.hub.own4 || ip == t.hub.own6 {
+func (t *view) isLocal(ip netip.Addr) bool {
+	if ip == t.exit.hub.own4 || ip == t.exit.hub.own6 {
 		return true
 	}
 	if _, ok := t.inside[ip]; ok {
@@ -181,19 +190,19 @@ func (t *table) isLocal(ip netip.Addr) bool {
 	if _, ok := t.outside[ip]; ok {
 		return true
 	}
-	_, ok := t.hub.subnet(ip)
+	_, ok := t.exit.hub.subnet(ip)
 	return ok
 }
 
 // isResolver reports whether an address is the gateway's for which the network's
 // own stands at port 53.
-func (t *table) isResolver(ip netip.Addr) bool {
-	return t.hub.own(ip).IsValid() && ip == t.gateway(ip)
+func (t *view) isResolver(ip netip.Addr) bool {
+	return t.exit.hub.own(ip).IsValid() && ip == t.gateway(ip)
 }
 
 // gateway returns the gateway's first address of the IP version that like has, or
 // the zero Addr.
-func (t *table) gateway(like netip.Addr) netip.Addr {
+func (t *view) gateway(like netip.Addr) netip.Addr {
 	if t.uplink == nil {
 		return netip.Addr{}
 	}

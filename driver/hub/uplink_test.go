@@ -458,7 +458,7 @@ func TestFailsClosed(t *testing.T) {
 	b := two.attach("b", mapped(inside(2), outside(2, 2)))
 	b.ServeEcho(7)
 	one := w.join(dual(), 1, Uplink{})
-	up := one.table.Load().uplink
+	up := one.table.Load().views[one.Exit].uplink
 	one.SetUplink(nil)
 	a := one.attach("a", mapped(inside(2), nil))
 	send := func(why packet.Drop) {

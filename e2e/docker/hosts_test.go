@@ -196,3 +196,42 @@ func (h *host) resident() (n int) {
 	}
 	return n << 10
 }
+
+// A container has a gateway of its own beside the network's.
+func TestOwnExit(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	h := w.newHost(dockerlab.Config{})
+	// Another network of the gateway, whose members reach one address only.
+	other := w.newToken("other", "--network", "other", "--uses", "1", "--allow", netlab.ServerAddr4.String()+"/32")
+	h.must("network create -d quicvpn --ipv6 --subnet 172.30.0.0/24 --subnet fd00:30::/64 net")
+	h.must("run -d --name plain --network net IMAGE serve")
+	h.must("create --name special IMAGE serve")
+	h.must("network disconnect bridge special")
+	h.must("network connect --driver-opt token-file=" + other + " net special")
+	h.must("start special")
+	check := func() {
+		t.Helper()
+		h.reaches("special")
+		if out, err := h.try("exec special /toolbox ping " + netlab.ServerAddr6.String()); err == nil {
+			t.Errorf("the container is not held to what its own token allows: %q", out)
+		}
+		h.waitPing("plain", netlab.ServerAddr6)
+		if seen := h.get("special", "plain"); seen != h.address("special", "net").String() {
+			t.Errorf("within the network: seen as %q", seen)
+		}
+	}
+	check()
+	h.driver.Kill()
+	h.startDriver()
+	check()
+	h.must("restart -t 0 special") // with a token that is used up
+	check()
+	h.refused("network connect --driver-opt mtu=1400 net "+h.must("create IMAGE serve"), "there are token, token-file")
+	h.must("rm -f plain special")
+	h.waitEmpty()
+	h.must("network rm net")
+	if list := w.run(w.Gateway, "client", "list", "--state-dir", w.gatewayDir()); strings.Contains(list, "other") {
+		t.Errorf("the gateway keeps the client of a network that was removed:\n%s", list)
+	}
+}
