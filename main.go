@@ -9,8 +9,10 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net/netip"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -198,8 +200,15 @@ func gatewayCommand(logs *logging) *cli.Command {
 			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int(1, 256)), "`NUMBER` of queues of the TUN device, 1 to 256"),
 			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int(1280, 1500)), "largest packet in `BYTES`, 1280 to 1500"),
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
+			flag("dns", settings.Append(&cfg.NameServers, nameServer), "`ADDRESS` of a name server, with or without a port, for clients whose own the gateway refuses; may be repeated; off refuses their queries too (default: those in /etc/resolv.conf)"),
 		}, logs.flags()...),
 		Action: func(c *cli.Context) error {
+			if slices.Contains(cfg.NameServers, noNameServer) {
+				if len(cfg.NameServers) > 1 {
+					return usagef("--dns off stands alone: name servers, or off")
+				}
+				cfg.NameServers, cfg.DisableDNS = nil, true
+			}
 			cfg.Log = logs.open(c.App)
 			return serve(c.Context, cfg.Log, func(ctx context.Context) error {
 				g, err := gateway.New(cfg)
@@ -210,6 +219,20 @@ func gatewayCommand(logs *logging) *cli.Command {
 			})
 		},
 	}
+}
+
+// noNameServer is what off stands for in the place of a name server.
+var noNameServer netip.AddrPort
+
+func nameServer(s string) (netip.AddrPort, error) {
+	if s == "off" {
+		return noNameServer, nil
+	}
+	a, err := settings.NameServer(s)
+	if err != nil {
+		err = fmt.Errorf("%w; or off", err)
+	}
+	return a, err
 }
 
 func sidecarCommand(logs *logging) *cli.Command {

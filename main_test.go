@@ -123,6 +123,8 @@ func TestBadUsage(t *testing.T) {
 		{args: "gateway run --listen 443", want: `--listen: not an IP address and a port: write it as [::]:443, 0.0.0.0:443 or :443; "quicvpn gateway run --help" lists the flags`},
 		{args: "gateway run --interface a/b", want: `--interface: not a name for a TUN device: take 1 to 15 letters, digits, dots or dashes; "quicvpn gateway run --help" lists the flags`},
 		{args: "gateway run --interfaces a", want: `unknown flag --interfaces; "quicvpn gateway run --help" lists the flags`},
+		{args: "gateway run --dns 9.9.9.9 --dns resolver", want: `--dns: not the address of a name server: write it as 192.0.2.1, 192.0.2.1:5353, 2001:db8::1 or [2001:db8::1]:5353; or off; "quicvpn gateway run --help" lists the flags`},
+		{args: "gateway run --dns 9.9.9.9,off", want: `--dns off stands alone: name servers, or off`},
 		{args: "gateway run now", want: `unexpected argument "now"; "quicvpn gateway run --help" shows how it is used`},
 		{args: "gateway run", env: []string{"QUICVPN_QUEUES=many"}, want: `QUICVPN_QUEUES: must be a whole number from 1 to 256, or 0 for the default`},
 		{args: "sidecar", env: []string{"QUICVPN_MTU=1000"}, want: `QUICVPN_MTU: must be a whole number from 1280 to 1500, or 0 for the default`},

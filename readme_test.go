@@ -206,6 +206,8 @@ func rowsOf(flags []cli.Flag) (rows []string) {
 			def = "required"
 		case name == "allow":
 			def = "internet and network"
+		case name == "dns":
+			def = "/etc/resolv.conf"
 		}
 		rows = append(rows, strings.TrimRight("--"+name+" "+settings.EnvName(name)+"  "+def, " "))
 	}

@@ -146,3 +146,17 @@ func ListenAddr(s string) (netip.AddrPort, error) {
 	}
 	return a, nil
 }
+
+// NameServer parses the address of a name server, with or without its port.
+func NameServer(s string) (netip.AddrPort, error) {
+	a, err := netip.ParseAddrPort(s)
+	if err != nil {
+		var ip netip.Addr
+		ip, err = netip.ParseAddr(s)
+		a = netip.AddrPortFrom(ip, 53)
+	}
+	if err != nil || a.Port() == 0 || a.Addr().IsUnspecified() || a.Addr().IsMulticast() {
+		return netip.AddrPort{}, errors.New("not the address of a name server: write it as 192.0.2.1, 192.0.2.1:5353, 2001:db8::1 or [2001:db8::1]:5353")
+	}
+	return a, nil
+}

@@ -45,6 +45,14 @@ func TestParsers(t *testing.T) {
 			":443":        netip.MustParseAddrPort("[::]:443"),
 			"0.0.0.0:443": netip.MustParseAddrPort("0.0.0.0:443"),
 		}, []string{"", "8443", "[::1]", "[::1]:0", "localhost:443", "[::]:65536"}},
+		{"NameServer", anyOf(NameServer), map[string]any{
+			"192.0.2.1":           netip.MustParseAddrPort("192.0.2.1:53"),
+			"192.0.2.1:5353":      netip.MustParseAddrPort("192.0.2.1:5353"),
+			"2001:db8::1":         netip.MustParseAddrPort("[2001:db8::1]:53"),
+			"[2001:db8::1]:5353":  netip.MustParseAddrPort("[2001:db8::1]:5353"),
+			"fe80::1%eth0":        netip.MustParseAddrPort("[fe80::1%eth0]:53"),
+			"[fe80::1%eth0]:5353": netip.MustParseAddrPort("[fe80::1%eth0]:5353"),
+		}, []string{"", "53", "192.0.2.1:0", "[2001:db8::7]", "0.0.0.0", "[::]:53", "224.0.0.1", "dns.example.com", "on"}},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -107,6 +115,9 @@ func FuzzParsers(f *testing.F) {
 		}
 		if a, err := ListenAddr(s); err == nil && (!a.IsValid() || a.Port() == 0) {
 			t.Errorf("ListenAddr(%q) = %v", s, a)
+		}
+		if a, err := NameServer(s); err == nil && (!a.IsValid() || a.Port() == 0) {
+			t.Errorf("NameServer(%q) = %v", s, a)
 		}
 		if name, err := Interface(s); err == nil && (len(name) < 1 || len(name) > 15 || strings.ContainsAny(name, "/ \n")) {
 			t.Errorf("Interface(%q) = %q", s, name)
