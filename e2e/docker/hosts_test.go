@@ -227,8 +227,10 @@ func TestOwnExit(t *testing.T) {
 	check()
 	h.must("restart -t 0 special") // with a token that is used up
 	check()
-	h.refused("network connect --driver-opt mtu=1400 net "+h.must("create IMAGE serve"), "there are token, token-file")
-	h.must("rm -f plain special")
+	h.must("create --name wrong IMAGE serve")
+	h.must("network connect --driver-opt mtu=1400 net wrong")
+	h.refused("start wrong", `unknown option "mtu": there are token, token-file`)
+	h.must("rm -f plain special wrong")
 	h.waitEmpty()
 	h.must("network rm net")
 	if list := w.run(w.Gateway, "client", "list", "--state-dir", w.gatewayDir()); strings.Contains(list, "other") {
