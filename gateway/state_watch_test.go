@@ -180,9 +180,9 @@ func TestWatchBrokenTokens(t *testing.T) {
 	path := filepath.Join(dir, tokensFile)
 	good := readAll(t, dir)[tokensFile]
 	for what, broken := range map[string]string{
-		"is damaged": good[:len(good)/2],
+		"is damaged (at byte":                      good[:len(good)/2],
 		"lacks a token that clients were enrolled": `{"version":1,"tokens":[]}`,
-		"newer quicvpn": `{"version":2}`,
+		"newer quicvpn":                            `{"version":2}`,
 	} {
 		if err := durable.Replace(path, []byte(broken)); err != nil {
 			t.Fatal(err)
