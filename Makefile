@@ -25,7 +25,7 @@ DOCKER ?= $(if $(shell docker buildx version 2>/dev/null),docker,/usr/bin/docker
 # Docker builds it in its image of Go.
 OFFLINE ?= $(if $(wildcard $(GO)),1)
 
-.PHONY: all build image plugin install uninstall setup lint test e2e fuzz check demo bench-tunnel bench-tun bench-docker clean
+.PHONY: all build image plugin install uninstall setup lint test e2e fuzz check demo demo-docker bench-tunnel bench-tun bench-docker clean
 
 all: build
 
@@ -98,6 +98,12 @@ check: setup lint build test e2e fuzz
 demo: setup build
 	@$(GO) build -o bin/demo ./internal/demo
 	@bin/demo bin/quicvpn
+
+# On the machine's own Docker Engine; it needs no Debian package.
+demo-docker: build
+	@$(GO) build -o bin/demo ./internal/demo
+	@$(GO) build -o bin/toolbox ./internal/dockerlab/toolbox
+	@bin/demo -docker bin/toolbox bin/quicvpn
 
 # QUICK=1 takes under 50 seconds.
 bench-tunnel: setup build
