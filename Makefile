@@ -85,6 +85,7 @@ test: setup
 # With RACE=1 the binary has the race detector in it.
 e2e: setup
 	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(if $(RACE),-race) -count=1 -parallel=8 -timeout=8m ./e2e
+	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(if $(RACE),-race) -count=1 -parallel=4 -timeout=10m ./e2e/docker
 
 # Every fuzz target, FUZZTIME each.
 fuzz:

@@ -17,7 +17,8 @@ import (
 	"github.com/quicvpn/quicvpn/internal/netlab"
 )
 
-// program is the command as users have it.
+// program is the command as users have it; with the race detector if the tests
+// themselves have it.
 var program string
 
 func TestMain(m *testing.M) { os.Exit(testMain(m)) }
@@ -31,7 +32,11 @@ func testMain(m *testing.M) int {
 	defer os.RemoveAll(dir)
 	program = filepath.Join(dir, "quicvpn")
 	build := exec.Command("go", "build", "-o", program, "../..")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if raceEnabled {
+		build = exec.Command("go", "build", "-race", "-o", program, "../..")
+	} else {
+		build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	}
 	if out, err := build.CombinedOutput(); err != nil {
 		fmt.Fprintf(os.Stderr, "build the binary: %v\n%s", err, out)
 		return 1

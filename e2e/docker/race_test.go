@@ -1,0 +1,5 @@
+//go:build race
+
+package docker
+
+const raceEnabled = true
