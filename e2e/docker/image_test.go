@@ -51,11 +51,19 @@ func (h *host) make(args ...string) {
 	}
 }
 
-// unprivileged are options of docker run that take everything away.
-const unprivileged = "--cap-drop ALL --read-only --security-opt no-new-privileges"
+// docsOfImage are the lines of docs/docker.md by which the image is a gateway
+// (init and run) and a sidecar, and an app is in the sidecar's network.
+func docsOfImage(t *testing.T) (gateway, sidecar []string) {
+	t.Helper()
+	lines := docLines(t, "The image")
+	if len(lines) != 4 {
+		t.Fatalf("the section has the lines %q, want two about a gateway and two about a sidecar", lines)
+	}
+	return lines[:2], lines[2:]
+}
 
-// tunnelling are those of gateway and sidecar: what they need, and no more.
-const tunnelling = unprivileged + " --cap-add NET_ADMIN --device /dev/net/tun"
+// unprivileged are options of docker run that take everything away.
+const unprivileged = "--network none --cap-drop ALL --read-only --security-opt no-new-privileges"
 
 // The image is built without network. Small as it is, it has all that the roles
 // need, and they need few of root's powers.
@@ -88,18 +96,19 @@ func TestImage(t *testing.T) {
 		}
 	}
 
-	for _, options := range []string{"", "--user 65532 --network none " + unprivileged} {
+	for _, options := range []string{"", "--user 65532 " + unprivileged} {
 		if out := h.must("run --rm " + options + " quicvpn version"); !strings.HasPrefix(out, "quicvpn ") {
 			t.Errorf("docker run %s quicvpn version: %q", options, out)
 		}
 	}
 
+	_, lines := docsOfImage(t)
 	// A sidecar that is made anew on the same volume is the same client.
 	for range 2 {
-		h.must("run -d --name vpn " + tunnelling + " -v vpn:/var/lib/quicvpn -v " + w.token + ":/run/secrets/quicvpn_token:ro quicvpn sidecar")
+		h.sh(lines[0])
 		h.waitFor("the sidecar reaches the internet", 20*time.Second, func() error {
-			page, err := h.try("run --rm --network container:vpn IMAGE get http://" + netlab.ServerAddr4.String() + "/")
-			if err == nil && !strings.Contains(page, netlab.EgressAddr4.String()) {
+			page, err := h.Command(w.ctx, "sh", "-ec", h.here(lines[1])).Output()
+			if err == nil && !strings.Contains(string(page), netlab.EgressAddr4.String()) {
 				t.Fatalf("the internet saw another sender than the gateway: %q", page)
 			}
 			return err
@@ -121,11 +130,12 @@ func TestImageGateway(t *testing.T) {
 	h := &host{Engine: dockerlab.Start(t, uplink.NS, dockerlab.Config{}), w: w}
 	h.make("image", "OFFLINE=1")
 	address := uplink.Addresses()[0].Addr().String()
-	token := w.save("token-server", h.must("run --rm --network none "+unprivileged+
-		" -v gateway:/var/lib/quicvpn quicvpn gateway init --address "+address+":443"))
-	h.must("run -d --name gateway -p 443:443/udp " + tunnelling + " -v gateway:/var/lib/quicvpn quicvpn gateway run")
+	lines, _ := docsOfImage(t)
+	for _, line := range lines {
+		h.sh(strings.ReplaceAll(line, "gw.example.com", address))
+	}
 
-	client := w.Client.Start(w.ctx, program, "sidecar", "--token-file", token, "--state-dir", filepath.Join(w.dir, "sidecar"))
+	client := w.Client.Start(w.ctx, program, "sidecar", "--token-file", filepath.Join(w.dir, "token"), "--state-dir", filepath.Join(w.dir, "sidecar"))
 	if err := w.Client.WaitRoute(w.ctx, netlab.ServerAddr4, "quicvpn0"); err != nil {
 		t.Fatalf("%v\n%s\n%s", err, client.Log(), h.must("logs gateway"))
 	}
@@ -133,7 +143,7 @@ func TestImageGateway(t *testing.T) {
 	if err != nil || !strings.Contains(page, address) {
 		t.Errorf("the page says %q (%v), want %s, the address of the gateway's host, in it", page, err, address)
 	}
-	if tokens := h.must("run --rm --network none " + unprivileged + " -v gateway:/var/lib/quicvpn quicvpn token list"); !strings.Contains(tokens, "first") {
+	if tokens := h.must("run --rm " + unprivileged + " -v quicvpn:/var/lib/quicvpn quicvpn token list"); !strings.Contains(tokens, "first") {
 		t.Errorf("the tokens are %q, want the first among them", tokens)
 	}
 }

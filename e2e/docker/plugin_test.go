@@ -124,9 +124,13 @@ func TestManagedPlugin(t *testing.T) {
 	h.must("plugin enable quicvpn")
 	well("disable and enable")
 
+	upload := h.chat("always", w.echoTCP(), 20*time.Second)
 	h.must("plugin rm -f quicvpn")
 	h.createPlugin()
 	h.must("plugin enable quicvpn")
+	if stall := upload.end(); stall > 15*time.Second {
+		t.Errorf("a pause of %v by rm and create", stall)
+	}
 	well("rm and create")
 
 	pid := h.pluginPID()
