@@ -213,14 +213,20 @@ func (in *inbox) accepts(p *packet.Packet) bool {
 		in.drops.Add(packet.DropMalformed, 1)
 	case !slices.Contains(in.own, h.Dst):
 		in.drops.Add(packet.DropDestination, 1)
-	case !h.Src.IsGlobalUnicast() || h.Src.Is4In6() || slices.Contains(in.own, h.Src):
-		// From link-local addresses the kernel would take orders, such as router
-		// advertisements.
+	case !mayAnswer(h.Src) || slices.Contains(in.own, h.Src):
 		in.drops.Add(packet.DropSource, 1)
 	default:
 		return true
 	}
 	return false
+}
+
+// mayAnswer reports whether an address may be a source of what comes out of the
+// tunnel. From IPv6 link-local ones the kernel would take orders, such as router
+// advertisements; an IPv4 one is what some clouds give their name servers, in
+// whose place the gateway answers.
+func mayAnswer(src netip.Addr) bool {
+	return src.IsGlobalUnicast() && !src.Is4In6() || src.Is4() && src.IsLinkLocalUnicast()
 }
 
 var (

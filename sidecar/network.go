@@ -184,9 +184,13 @@ func (n *network) report() {
 		"interface", n.cfg.Interface, "queues", len(dev.queues), "offloads", dev.dev.Offloads().String(),
 		"kill_switch", n.cfg.KillSwitch.String(), "table", Table, "mark", fmt.Sprintf("%#x", Mark))
 	if conf, err := os.ReadFile(resolvConf); err == nil && n.cfg.KillSwitch != KillSwitchOff {
-		for _, a := range privateServers(conf) {
-			n.log.Warn("names will not be resolved by this name server: the tunnel does not lead to it, and beside the tunnel it is not asked; "+
-				"put a public one in its place, such as 9.9.9.9", "nameserver", a, "file", resolvConf)
+		links, err := uplinks(n.nl, n.cfg.Interface)
+		if err != nil {
+			n.log.Warn("name servers on the link are not looked for", "error", err)
+		}
+		for _, a := range serversOnLink(conf, links) {
+			n.log.Warn("names will not be resolved by this name server: it is on the same link, and beside the tunnel it is not asked; "+
+				"put another in its place, such as 9.9.9.9", "nameserver", a, "file", resolvConf)
 		}
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -28,14 +29,20 @@ type resolver struct {
 
 const resolvConf = "/etc/resolv.conf"
 
-// privateServers returns the name servers of a resolv.conf that live in private
-// networks, where the tunnel does not lead.
-func privateServers(conf []byte) (servers []netip.Addr) {
+// serversOnLink returns the name servers of a resolv.conf to which the kernel
+// finds its way beside the tunnel.
+func serversOnLink(conf []byte, links []uplink) (servers []netip.Addr) {
 	for line := range strings.Lines(string(conf)) {
-		if f := strings.Fields(line); len(f) > 1 && f[0] == "nameserver" {
-			if a, err := netip.ParseAddr(f[1]); err == nil && (a.IsPrivate() || a.IsLinkLocalUnicast()) {
-				servers = append(servers, a)
-			}
+		f := strings.Fields(line)
+		if len(f) < 2 || f[0] != "nameserver" {
+			continue
+		}
+		a, err := netip.ParseAddr(f[1])
+		onLink := a.Zone() != "" || slices.ContainsFunc(links, func(u uplink) bool {
+			return slices.ContainsFunc(u.subnets, func(p netip.Prefix) bool { return p.Contains(a) })
+		})
+		if err == nil && onLink {
+			servers = append(servers, a)
 		}
 	}
 	return servers
