@@ -34,7 +34,7 @@ func TestEngineStopped(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	h := w.newHost(dockerlab.Config{})
-	h.must("network create -d quicvpn --ipv6 --subnet 172.30.0.0/24 --subnet fd00:30::/64 net")
+	h.must("network create -d quicvpn -o mtu=1300 --ipv6 --subnet 172.30.0.0/24 --subnet fd00:30::/64 net")
 	h.must("run -d --name always --restart always --network net -p 8080:80 IMAGE serve")
 	h.must("run -d --name never --network net IMAGE serve")
 	before := h.inside("always")

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -134,6 +135,9 @@ func TestManagedPlugin(t *testing.T) {
 	well("rm and create")
 
 	pid := h.pluginPID()
+	if pid == 0 { // for kill(2), this process and more
+		t.Fatal("the plugin has no process")
+	}
 	if err := unix.Kill(pid, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
@@ -209,14 +213,16 @@ func (h *host) slowPlugin(delay time.Duration) (late <-chan struct{}) {
 		t.Fatal(err)
 	}
 	dir := t.TempDir()
-	for _, c := range [][]string{
-		{"mkdir", "-p", dir + "/rootfs/var"},
-		{"ln", "-s", "../run", dir + "/rootfs/var/run"},
-		{"cp", program, dir + "/rootfs/quicvpn"},
-	} {
-		if out, err := exec.Command(c[0], c[1:]...).CombinedOutput(); err != nil {
-			t.Fatalf("%v: %v: %s", c, err, out)
-		}
+	err = errors.Join(os.MkdirAll(dir+"/rootfs/var", 0o755), os.Symlink("../run", dir+"/rootfs/var/run"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Nothing else is there, so it must be static, as program is without the race
+	// detector only.
+	build := exec.CommandContext(h.w.ctx, "go", "build", "-o", dir+"/rootfs/quicvpn", "../..")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build the plugin's binary: %v\n%s", err, out)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "config.json"), b, 0o600); err != nil {
 		t.Fatal(err)

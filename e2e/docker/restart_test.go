@@ -79,7 +79,7 @@ func TestDriverKilled(t *testing.T) {
 	w := newWorld(t)
 	h := w.newHost(dockerlab.Config{})
 	echo := w.echoTCP()
-	h.must("network create -d quicvpn --ipv6 --subnet 172.30.0.0/24 --subnet fd00:30::/64 net")
+	h.must("network create -d quicvpn -o mtu=1300 --ipv6 --subnet 172.30.0.0/24 --subnet fd00:30::/64 net")
 	h.must("run -d --name near --network net -p 8080:80 IMAGE serve")
 	h.must("run -d --name user --network net IMAGE sleep")
 	before, stateBefore := h.inside("near"), h.state()

@@ -43,8 +43,12 @@ func TestSwarm(t *testing.T) {
 	h.must("run --rm --network net IMAGE get http://tasks.web/")
 	h.must("service rm web")
 	h.waitEmpty()
-	h.must("network rm net here")
+	h.must("network rm net")
 	h.waitState("no network", func(s state) bool { return len(s.Networks) == 0 })
+	h.waitFor("the swarm gives the configuration back", 20*time.Second, func() error {
+		_, err := h.try("network rm here")
+		return err
+	})
 	h.must("swarm leave --force")
 }
 
