@@ -11,7 +11,8 @@
 //     which answers pings (router_icmp.go); or it is refused.
 //  3. So is one in a prefix that another client of the network has announced
 //     (announce.go), unless the client's own token opens it. Any other
-//     destination is looked up in the client's policy (policy.go).
+//     destination is looked up in the client's policy (policy.go). What that
+//     refuses, but asks a name server, the gateway answers itself (names.go).
 //  4. What may leave is written to the one TUN device. The kernel forwards and
 //     masquerades it (egress*.go, nft*.go, sysctl*.go).
 //  5. What the kernel hands to the TUN device goes to the session that owns the
@@ -19,6 +20,6 @@
 //
 // Who may join, and with which addresses, is a State's to know.
 //
-// The package does not speak QUIC (tunnel does) and holds no name resolver, no
-// proxy and no user interface.
+// The package does not speak QUIC (tunnel does), resolves no name by itself, and
+// holds no proxy and no user interface.
 package gateway
