@@ -9,6 +9,8 @@ import (
 	"net/netip"
 	"sync"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/quicvpn/quicvpn/internal/dnsforward"
 	"github.com/quicvpn/quicvpn/internal/packet"
 	"github.com/quicvpn/quicvpn/netstack"
@@ -34,9 +36,11 @@ const namePort = 53
 
 const (
 	// maxQueries and maxNameConns are how many queries and connections there may
-	// be at a time. A query has up to three sockets of the host's.
+	// be at a time.
 	maxQueries   = 2048
 	maxNameConns = 512
+	// querySockets is how many sockets of the host's a query has at most.
+	querySockets = 3
 )
 
 // names answers clients in the place of name servers that they cannot reach.
@@ -64,7 +68,7 @@ type namesConfig struct {
 }
 
 func openNames(cfg namesConfig) (*names, error) {
-	n := &names{router: cfg.router, queries: newShares(maxQueries), conns: newShares(maxNameConns)}
+	n := &names{router: cfg.router, queries: newShares(queriesWithin(descriptors())), conns: newShares(maxNameConns)}
 	n.ctx, n.end = context.WithCancel(context.Background())
 	var err error
 	n.forwarder, err = dnsforward.New(dnsforward.Config{
@@ -82,6 +86,21 @@ func openNames(cfg namesConfig) (*names, error) {
 		return nil, err
 	}
 	return n, nil
+}
+
+// descriptors returns how many files and sockets the process may have.
+func descriptors() uint64 {
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		return 0
+	}
+	return limit.Cur
+}
+
+// queriesWithin returns how many queries there may be that leave half of the
+// descriptors to everything else.
+func queriesWithin(descriptors uint64) int {
+	return int(min(maxQueries, max(descriptors/2/querySockets, 1)))
 }
 
 // close ends what is under way, and returns when it is over.

@@ -266,6 +266,9 @@ func TestNamesSources(t *testing.T) {
 // A client that asks for names without end leaves room for others.
 func TestNamesShares(t *testing.T) {
 	l := newNamesLab(t)
+	if n := l.names.queries.total; n != maxQueries {
+		t.Fatalf("this process has room for %d queries only: raise its limit of open files", n)
+	}
 	flood := make([]packet.Packet, 0, 2*maxQueries)
 	for i := range 2 * maxQueries {
 		flood = append(flood, packet.Packet{Data: udpPacket(port16(l.a.client.Addr4, uint16(1000+i)),
@@ -291,6 +294,14 @@ func TestNamesShares(t *testing.T) {
 	l.b.WritePackets(0, single(tcpPacket(other, private, 1, 0, tcpSYN, nil)))
 	if p := l.answer(t, l.sb, is(packet.TCP, private, other)); tcpFlags(p) != tcpSYN|tcpACK {
 		t.Errorf("another client's SYN is answered with flags %#x", tcpFlags(p))
+	}
+}
+
+func TestQueriesWithin(t *testing.T) {
+	for descriptors, want := range map[uint64]int{0: 1, 5: 1, 1024: 170, 4096: 682, 524288: maxQueries, 1<<64 - 1: maxQueries} {
+		if got := queriesWithin(descriptors); got != want {
+			t.Errorf("%d descriptors: %d queries, want %d", descriptors, got, want)
+		}
 	}
 }
 
