@@ -131,7 +131,10 @@ func checkID(what, id string) error {
 func checkNetwork(r *networkRequest) error { return checkID("network", r.NetworkID) }
 
 func checkEndpoint(r *endpointRequest) error {
-	return errors.Join(checkID("network", r.NetworkID), checkID("endpoint", r.EndpointID))
+	if err := checkID("network", r.NetworkID); err != nil {
+		return err
+	}
+	return checkID("endpoint", r.EndpointID)
 }
 
 // handle registers a call. An error's text reaches the user through the engine,

@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"net/netip"
+	"slices"
 	"strings"
 	"time"
 
@@ -67,14 +69,15 @@ func findDevice(endpoint string) (netlink.Link, error) {
 }
 
 // deleteDevice removes an endpoint's device from the driver's namespace, if it
-// is there.
+// is there. Its name is enough: a container that may change its network may have
+// given it another alias before the engine moved it back.
 func deleteDevice(endpoint string) error {
 	link, err := netlink.LinkByName(deviceName(endpoint))
 	var missing netlink.LinkNotFoundError
 	if errors.As(err, &missing) {
 		return nil
 	}
-	if err == nil && link.Attrs().Alias == alias(endpoint) {
+	if err == nil {
 		err = netlink.LinkDel(link)
 	}
 	if err != nil {
@@ -116,6 +119,12 @@ func (n *network) mtuLocked(e *endpointRecord) int {
 	if n.record.MTU != 0 {
 		mtu = min(mtu, n.record.MTU)
 	}
+	if slices.ContainsFunc(e.Addrs, netip.Addr.Is6) {
+		// With less the kernel takes IPv6 off the device, with addresses and routes
+		// that nobody brings back. TCP does not mind a path that carries less, and
+		// other packets that do not fit are answered.
+		mtu = max(mtu, minMTU)
+	}
 	return mtu
 }
 
@@ -144,12 +153,12 @@ func (n *network) syncMTULocked() {
 	}
 }
 
-// startGrace is how long a container may take from Join until its sandbox is
-// there.
+// startGrace is how long a container may take from CreateEndpoint to Join, and
+// from Join until its sandbox is there.
 const startGrace = time.Minute
 
-// check looks for sandboxes that are gone, which the engine has not told, and
-// follows what devices were late for.
+// check looks for sandboxes that are gone, and for endpoints that nobody joins or
+// deletes, which the engine has not told, and follows what devices were late for.
 func (n *network) check() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -159,18 +168,46 @@ func (n *network) check() {
 	n.syncMTULocked()
 	lost := false
 	for id, e := range n.joined {
-		there := nsenter.Do(e.record.Sandbox, func() error { return nil }) == nil
-		e.seen = e.seen || there
-		if there || !e.seen && time.Since(e.since) < startGrace {
+		// Other errors, such as that descriptors ran out, say nothing of it.
+		gone := errors.Is(nsenter.Do(e.record.Sandbox, func() error { return nil }), nsenter.ErrGone)
+		e.seen = e.seen || !gone
+		if !gone || !e.seen && time.Since(e.since) < startGrace {
 			continue
 		}
 		n.log.Info("a container is gone without a word from the engine", "endpoint", short(id))
 		n.forgetLocked(id)
 		lost = true
 	}
+	for _, id := range n.idleLocked() {
+		n.log.Info("the engine has not come back to an endpoint", "endpoint", short(id))
+		n.forgetLocked(id)
+		lost = true
+	}
 	if lost {
 		n.complain(n.saveLocked())
 	}
+}
+
+// idleLocked returns the endpoints that were not joined for long: the engine, or
+// the driver, was killed before it could be, or before its deletion.
+func (n *network) idleLocked() (ids []string) {
+	idle := make(map[string]time.Time)
+	for _, e := range n.record.Endpoints {
+		if n.joined[e.ID] != nil {
+			continue
+		}
+		since, known := n.idle[e.ID]
+		if !known {
+			since = time.Now()
+		}
+		if time.Since(since) < startGrace {
+			idle[e.ID] = since
+		} else {
+			ids = append(ids, e.ID)
+		}
+	}
+	n.idle = idle
+	return ids
 }
 
 // lost is told by the hub that a device has failed: its namespace is gone.

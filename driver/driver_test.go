@@ -83,6 +83,9 @@ func TestCalls(t *testing.T) {
 		{"NetworkDriver.CreateNetwork", `{"NetworkID":"` + strings.Repeat("a", 65) + `"}`, refused, "at most 64"},
 		{"NetworkDriver.CreateNetwork", network + `}`, refused, "no join token"},
 		{"NetworkDriver.CreateNetwork", network + `,"Options":{"com.docker.network.internal":true},"IPv4Data":[{"Pool":"nonsense"}]}`, refused, "address range"},
+		{"NetworkDriver.CreateNetwork", network + `,"Options":{"com.docker.network.internal":true},"IPv4Data":[{"Pool":"224.0.0.0/24"}]}`, refused, "has no addresses for containers"},
+		{"NetworkDriver.CreateNetwork", network + `,"Options":{"com.docker.network.internal":true},"IPv4Data":[{"Pool":"127.3.0.0/24"}]}`, refused, "has no addresses for containers"},
+		{"NetworkDriver.CreateNetwork", network + `,"Options":{"com.docker.network.internal":true},"IPv6Data":[{"Pool":"fe80::/64"}]}`, refused, "has no addresses for containers"},
 		{"NetworkDriver.CreateNetwork", network + `,"Options":{"com.docker.network.internal":true},"IPv4Data":[{"Pool":"172.30.0.0/24","Gateway":"172.31.0.1/24"}]}`, refused, "is not in its subnet"},
 		{"NetworkDriver.DeleteNetwork", network + `}`, ok, `{}`}, // of a network that never was
 		{"NetworkDriver.CreateEndpoint", network + `,"EndpointID":"e1"}`, refused, "does not know network"},

@@ -257,13 +257,14 @@ func (n *network) exitLocked(o exitOptions) (*exitRecord, error) {
 		return r, nil
 	}
 	r := &exitRecord{Name: name, Token: o.tokenText}
+	x, err := n.makeExitLocked(r)
+	if err != nil {
+		return nil, err
+	}
 	n.record.Exits = append(n.record.Exits, r)
 	if err := n.saveLocked(); err != nil {
 		n.record.Exits = n.record.Exits[:len(n.record.Exits)-1]
-		return nil, err
-	}
-	x, err := n.makeExitLocked(r)
-	if err != nil {
+		delete(n.exits, name)
 		return nil, err
 	}
 	x.run()

@@ -31,6 +31,7 @@ type network struct {
 	record *record
 	exits  map[string]*exit
 	joined map[string]*endpoint // by the engine's ID
+	idle   map[string]time.Time // since when check has seen that an endpoint is not joined
 	last   int                  // the number that was given last
 	closed bool
 }
@@ -133,6 +134,9 @@ func (r *record) addSubnet(data ipamData) error {
 	}
 	if pool.Bits() == 0 {
 		return nil // of the IPAM driver "null": the gateway gives the addresses
+	}
+	if !pool.Masked().Addr().Next().IsGlobalUnicast() {
+		return fmt.Errorf("the subnet %v has no addresses for containers: choose another --subnet, such as 10.88.0.0/16", pool)
 	}
 	r.Subnets = append(r.Subnets, pool.Masked())
 	if data.Gateway == "" {

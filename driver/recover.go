@@ -90,7 +90,7 @@ func (n *network) restore() error {
 		}
 		if err := n.restoreEndpointLocked(e); err != nil {
 			n.log.Info("a container is gone", "endpoint", short(e.ID), "reason", err)
-			n.record.removeEndpoint(e.ID)
+			n.forgetLocked(e.ID)
 		}
 	}
 	if len(n.record.Endpoints) == before {

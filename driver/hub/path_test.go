@@ -158,7 +158,8 @@ func TestFromContainer(t *testing.T) {
 			{name: "the subnet itself", from: "a", pkt: udp(in2[i], network, 80, "x"), dropped: packet.DropDestination},
 			{name: "everyone", from: "a", pkt: udp(in2[i], everyone, 80, "x"), dropped: packet.DropDestination},
 			{name: "loopback", from: "a", pkt: udp(in2[i], loopback, 80, "x"), dropped: packet.DropDestination},
-			{name: "link-local", from: "a", pkt: udp(in2[i], linkLocal, 80, "x"), dropped: packet.DropDestination},
+			// The gateway judges those of IPv4: name servers may be among them.
+			{name: "link-local", from: "a", pkt: udp(in2[i], linkLocal, 53, "x"), way: []string{"gateway", ""}[i], is: []string{flow(out2[i], linkLocal, "53"), ""}[i], dropped: packet.DropDestination},
 
 			{name: "sibling's source", from: "a", pkt: udp(in3[i], web[i], 80, "x"), dropped: packet.DropSource},
 			{name: "sibling's source to a sibling", from: "a", pkt: udp(in3[i], inside(4)[i], 80, "x"), dropped: packet.DropSource},
@@ -242,7 +243,7 @@ func TestFromTunnel(t *testing.T) {
 			{name: "from a sibling's address outside", pkt: fromPort(out3[i], out2[i], 80), dropped: packet.DropSource},
 			{name: "from nobody in the subnet", pkt: fromPort(in9[i], out2[i], 80), dropped: packet.DropSource},
 			{name: "from the network's own address", pkt: fromPort(own[i], out2[i], 53), dropped: packet.DropSource},
-			{name: "from a link-local address", pkt: fromPort(linkLocal, out2[i], 80), dropped: packet.DropSource},
+			{name: "from a link-local address", pkt: fromPort(linkLocal, out2[i], 53), to: []string{"a", ""}[i], is: []string{flow(linkLocal, in2[i], "999"), ""}[i], dropped: packet.DropSource},
 			{name: "from loopback", pkt: fromPort(loopback, out2[i], 80), dropped: packet.DropSource},
 			{name: "from many", pkt: fromPort(multicast, out2[i], 80), dropped: packet.DropSource},
 

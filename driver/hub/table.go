@@ -235,6 +235,9 @@ func (h *Hub) subnet(ip netip.Addr) (netip.Prefix, bool) {
 }
 
 // unicast says whether an address can be one end of a way through the hub: no
-// multicast, broadcast, loopback or link-local address, and no IPv4 address
-// written as an IPv6 one.
-func unicast(ip netip.Addr) bool { return ip.IsGlobalUnicast() && !ip.Is4In6() }
+// multicast, broadcast or loopback address, and no IPv4 address written as an IPv6
+// one. Of link-local ones only those of IPv4: some clouds give them to their name
+// servers, in whose place the gateway answers; all else there it refuses.
+func unicast(ip netip.Addr) bool {
+	return ip.IsGlobalUnicast() && !ip.Is4In6() || ip.Is4() && ip.IsLinkLocalUnicast()
+}

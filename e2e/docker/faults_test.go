@@ -1,0 +1,121 @@
+package docker
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/quicvpn/quicvpn/internal/dockerlab"
+	"github.com/quicvpn/quicvpn/internal/netlab"
+)
+
+// The path to the gateway carries less than IPv6 needs for a while. Containers
+// keep their addresses, new ones start, and TCP passes by both IP versions.
+func TestSmallPath(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	h := w.newHost(dockerlab.Config{})
+	h.must("network create -d quicvpn " + subnets + " net")
+	h.must("network create -d quicvpn --subnet 172.31.0.0/24 four")
+	h.must("run -d --name web --network net IMAGE serve")
+	h.must("run -d --name old --network four IMAGE serve")
+	mtu := func(container string) int { return h.look(container).Links[0].MTU }
+	pages := func(when string) {
+		t.Helper()
+		for _, server := range []string{netlab.ServerAddr4.String(), "[" + netlab.ServerAddr6.String() + "]"} {
+			h.waitFor(when+": "+server, 20*time.Second, func() error {
+				_, err := h.try("exec web /toolbox get http://" + server + "/bytes/300000")
+				return err
+			})
+		}
+	}
+	pages("at first")
+	before := h.look("web")
+
+	w.SetPathMTU(1300)
+	h.waitFor("a device that follows the path", 20*time.Second, func() error {
+		if _, err := h.try("exec old /toolbox get http://" + netlab.ServerAddr4.String() + "/bytes/300000"); err != nil {
+			return err
+		}
+		if got := mtu("old"); got >= 1280 {
+			return fmt.Errorf("its MTU is %d", got)
+		}
+		return nil
+	})
+	pages("on a small path")
+	if got := mtu("web"); got < 1280 {
+		t.Errorf("the MTU is %d, at which the kernel takes IPv6 away", got)
+	}
+	h.must("run --rm --network net IMAGE get http://[" + netlab.ServerAddr6.String() + "]/")
+
+	w.SetPathMTU(1500)
+	pages("on a path that has grown")
+	after := h.look("web")
+	before.Links[0].MTU, after.Links[0].MTU = 0, 0
+	if diff := cmp.Diff(before, after); diff != "" {
+		t.Errorf("afterwards the container has:\n%s", diff)
+	}
+	h.checkTunnel()
+}
+
+// Some clouds have their name server at a link-local address, in whose place the
+// gateway answers. What else is there it refuses.
+func TestLinkLocalResolver(t *testing.T) {
+	t.Parallel()
+	const resolver = "169.254.169.254"
+	w := newWorld(t)
+	w.serveNames()
+	w.gateway.Kill()
+	w.gateway = w.Gateway.Start(w.ctx, program, "gateway", "run", "--state-dir", w.gatewayDir(), "--dns", netlab.ServerAddr4.String())
+	h := w.newHost(dockerlab.Config{ResolvConf: "nameserver " + resolver + "\n"})
+	h.must("network create -d quicvpn net")
+	h.must("network create -d quicvpn --ipam-driver null leased")
+	for _, network := range []string{"net", "leased"} {
+		if got := h.must("run --rm --network " + network + " IMAGE resolve where.example"); got != netlab.ServerAddr4.String() {
+			t.Errorf("on %s where.example is %q", network, got)
+		}
+		if _, err := h.try("run --rm --network " + network + " IMAGE get http://" + resolver + "/"); err == nil ||
+			!strings.Contains(err.Error(), "no route to host") {
+			t.Errorf("on %s a page from %s: %v, want that the gateway says no", network, resolver, err)
+		}
+	}
+	h.checkTunnel()
+}
+
+// Whatever a container does to its device, nothing of it stays on the host.
+func TestDeviceSpoiled(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	h := w.newHost(dockerlab.Config{})
+	h.must("network create -d quicvpn " + subnets + " net")
+	h.must("run -d --name neighbour --network net --ip 172.30.0.9 IMAGE serve")
+	full := h.state()
+	for _, spoil := range []string{
+		"ip link set eth0 alias other",
+		"ip link set eth0 down",
+		"ip link delete eth0",
+		"ip link set eth0 down && ip link set eth0 name other && ip link add eth0 type veth peer name peer",
+		"unshare --net sleep 60 & sleep 0.5; ip link set eth0 netns $!",
+	} {
+		for _, restart := range []bool{false, true} {
+			h.must("run -d --name user --network net --cap-add NET_ADMIN --cap-add SYS_ADMIN " + h.DebianImage(w.ctx) + " sleep infinity")
+			h.Docker(w.ctx, slices.Concat(strings.Fields("exec user sh -c"), []string{spoil})...)
+			if restart {
+				h.driver.Kill()
+				h.startDriver()
+			}
+			h.must("rm -f user")
+			h.waitFor("no trace after "+spoil, 20*time.Second, func() error {
+				if diff := cmp.Diff(full, h.state()); diff != "" {
+					return fmt.Errorf("the driver:\n%s", diff)
+				}
+				return nil
+			})
+		}
+	}
+	h.must("run --rm --network net IMAGE get http://172.30.0.9/")
+}
