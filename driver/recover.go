@@ -29,11 +29,12 @@ func (d *Driver) recover() error {
 	if err != nil {
 		return err
 	}
+	deadline := time.Now().Add(takeOver)
 	for _, r := range records {
 		n := d.newNetwork(r)
 		err := n.makeExits()
 		if err == nil {
-			err = n.restore()
+			err = n.restore(deadline)
 		}
 		if err != nil {
 			d.cfg.Log.Error("a network cannot be used", "network", r.ID, "error", err)
@@ -74,8 +75,9 @@ func (d *Driver) loadRecords() (all []*record, err error) {
 	return all, nil
 }
 
-// restore takes up the containers of a network.
-func (n *network) restore() error {
+// restore takes up the containers of a network. Devices that another process holds
+// are waited for until the deadline.
+func (n *network) restore(deadline time.Time) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.record.Boot != n.driver.boot {
@@ -88,7 +90,7 @@ func (n *network) restore() error {
 		if e.Sandbox == "" {
 			continue // the engine may be about to join it, or to delete it
 		}
-		if err := n.restoreEndpointLocked(e); err != nil {
+		if err := n.restoreEndpointLocked(e, deadline); err != nil {
 			n.log.Info("a container is gone", "endpoint", short(e.ID), "reason", err)
 			n.forgetLocked(e.ID)
 		}
@@ -99,11 +101,11 @@ func (n *network) restore() error {
 	return n.saveLocked()
 }
 
-// takeOver is for how long a device is waited for that a dying driver holds.
+// takeOver is for how long devices are waited for, all of them together, that a
+// dying driver holds. The engine gives up on a managed plugin after 10 seconds.
 const takeOver = 5 * time.Second
 
-func (n *network) restoreEndpointLocked(e *endpointRecord) error {
-	deadline := time.Now().Add(takeOver)
+func (n *network) restoreEndpointLocked(e *endpointRecord, deadline time.Time) error {
 	for {
 		device, mtu, err := reopenDevice(e.Sandbox, e.ID, n.record.Queues, &n.drops)
 		if err == nil {
