@@ -11,6 +11,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"net/netip"
 	"sync"
@@ -36,7 +37,7 @@ type Config struct {
 	MTU int
 	// Admit is asked about each connection before its handshake, and release is
 	// called when nothing of it is left. A connection that is not admitted is
-	// refused.
+	// refused. Admit must not block.
 	Admit func(from netip.Addr) (release func(), ok bool)
 	// Serve owns a connection until it returns, and need not close it. Its local
 	// address is the one that the peer dialled.
@@ -55,8 +56,12 @@ type Stack struct {
 	// handshake and linger are handshakeLimit and lingerLimit, but for tests.
 	handshake, linger time.Duration
 
-	mu     sync.Mutex // guards closed, and additions to conns
+	forwarder *tcp.Forwarder
+
+	mu     sync.Mutex // guards what follows, and additions to conns
 	closed bool
+	// coming are the connections in their handshake, with what releases them.
+	coming map[stack.TransportEndpointID]func()
 	conns  sync.WaitGroup
 	out    sync.WaitGroup // output
 }
@@ -89,6 +94,7 @@ func New(cfg Config) (*Stack, error) {
 			TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol},
 		}),
 		link:      channel.New(queueLen, uint32(cfg.MTU), ""),
+		coming:    make(map[stack.TransportEndpointID]func()),
 		handshake: handshakeLimit, linger: lingerLimit,
 	}
 	if err := s.setUp(); err != nil {
@@ -122,8 +128,8 @@ func (s *Stack) setUp() error {
 		{Destination: header.IPv6EmptySubnet, NIC: nic},
 	})
 	// Admit bounds how many come at once.
-	forwarder := tcp.NewForwarder(s.stack, buffers, 1<<16, func(r *tcp.ForwarderRequest) { s.accept(r) })
-	s.stack.SetTransportProtocolHandler(tcp.ProtocolNumber, forwarder.HandlePacket)
+	s.forwarder = tcp.NewForwarder(s.stack, buffers, math.MaxInt, s.accept)
+	s.stack.SetTransportProtocolHandler(tcp.ProtocolNumber, s.knock)
 	return nil
 }
 
@@ -155,19 +161,44 @@ func (s *Stack) output(ctx context.Context) {
 	}
 }
 
+// knock takes a packet of no connection, and reports whether it has dealt with it:
+// gVisor resets the others. What is refused costs no goroutine, which matters in a
+// flood.
+func (s *Stack) knock(id stack.TransportEndpointID, b *stack.PacketBuffer) bool {
+	flags := header.TCP(b.TransportHeader().Slice()).Flags()
+	if flags&(header.TCPFlagSyn|header.TCPFlagAck) != header.TCPFlagSyn {
+		return false
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || s.coming[id] != nil {
+		return true
+	}
+	from, _ := netip.AddrFromSlice(id.RemoteAddress.AsSlice())
+	release, ok := s.cfg.Admit(from)
+	if !ok {
+		return false
+	}
+	s.coming[id] = release
+	s.conns.Add(1)
+	if !s.forwarder.HandlePacket(id, b) { // else accept runs
+		delete(s.coming, id)
+		s.conns.Done()
+		release()
+		return false
+	}
+	return true
+}
+
 // accept takes a connection through its whole life.
 func (s *Stack) accept(r *tcp.ForwarderRequest) {
-	id := r.ID()
-	from, _ := netip.AddrFromSlice(id.RemoteAddress.AsSlice())
-	release, ok := s.admit(from)
-	if !ok {
-		r.Complete(true)
-		return
-	}
 	defer s.conns.Done()
-	defer release()
+	id := r.ID()
+	s.mu.Lock()
+	defer s.coming[id]()
+	s.mu.Unlock()
 	proto := header.IPv4ProtocolNumber
-	if from.Is6() {
+	if id.RemoteAddress.Len() != header.IPv4AddressSize {
 		proto = header.IPv6ProtocolNumber
 	}
 	limit := time.AfterFunc(s.handshake, func() {
@@ -179,24 +210,14 @@ func (s *Stack) accept(r *tcp.ForwarderRequest) {
 	ep, err := r.CreateEndpoint(&events)
 	limit.Stop()
 	r.Complete(err != nil)
+	s.mu.Lock()
+	delete(s.coming, id)
+	s.mu.Unlock()
 	if err != nil {
 		return
 	}
 	s.cfg.Serve(gonet.NewTCPConn(&events, ep))
 	s.hangUp(ep, &events)
-}
-
-// admit counts a connection that may come.
-func (s *Stack) admit(from netip.Addr) (release func(), ok bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.closed {
-		return nil, false
-	}
-	if release, ok = s.cfg.Admit(from); ok {
-		s.conns.Add(1)
-	}
-	return release, ok
 }
 
 // hangUp ends a connection, and returns when nothing of it is left. A peer that

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -189,6 +190,26 @@ func TestRefused(t *testing.T) {
 	l.refuse.Store(true)
 	if _, err := l.ns.DialContext(t.Context(), "tcp", "192.168.1.1:53"); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("error %v, want %v", err, syscall.ECONNREFUSED)
+	}
+}
+
+// What is refused in a flood costs nothing that stays.
+func TestRefusedFlood(t *testing.T) {
+	l := &lab{seen: make(chan net.Addr, 1)}
+	l.refuse.Store(true)
+	var answers atomic.Int32
+	l.start(t, func(packet.Packet) { answers.Add(1) })
+	before := runtime.NumGoroutine()
+	most := 0
+	for i := range 50_000 {
+		l.Input(packet.Packet{Data: syn(uint16(1000+i), "192.168.1.1")})
+		most = max(most, runtime.NumGoroutine()-before)
+	}
+	if most > 5 {
+		t.Errorf("%d goroutines more", most)
+	}
+	if answers.Load() == 0 {
+		t.Error("none of them was answered")
 	}
 }
 
