@@ -37,9 +37,11 @@ func openDevice(endpoint string, queues, mtu int, drops *packet.Drops) (*tun.Dev
 	return device, nil
 }
 
-// reopenDevice takes up a device of an earlier run, where it is now.
+// reopenDevice takes up a device of an earlier run, where it is now: in the
+// sandbox, or still with the driver, where the engine takes it from as soon as it
+// gets there.
 func reopenDevice(sandbox, endpoint string, queues int, drops *packet.Drops) (device *tun.Device, mtu int, err error) {
-	err = nsenter.Do(sandbox, func() error {
+	open := func() error {
 		link, err := findDevice(endpoint)
 		if err != nil {
 			return err
@@ -47,7 +49,11 @@ func reopenDevice(sandbox, endpoint string, queues int, drops *packet.Drops) (de
 		mtu = link.Attrs().MTU
 		device, err = tun.Open(tun.Config{Name: link.Attrs().Name, Queues: queues, Persist: true, Drops: drops})
 		return err
-	})
+	}
+	// First where it leaves from, so that it is not missed in between.
+	if err = open(); errors.Is(err, errNoDevice) {
+		err = nsenter.Do(sandbox, open)
+	}
 	return device, mtu, err
 }
 
@@ -95,7 +101,7 @@ func (d *Driver) deleteStrays() error {
 	}
 	for _, l := range links {
 		endpoint, ours := strings.CutPrefix(l.Attrs().Alias, aliasPrefix)
-		if !ours || l.Attrs().Name != deviceName(endpoint) {
+		if !ours || l.Attrs().Name != deviceName(endpoint) || d.hasJoined(endpoint) {
 			continue
 		}
 		d.cfg.Log.Info("remove a device that no container has", "device", l.Attrs().Name)
@@ -104,6 +110,15 @@ func (d *Driver) deleteStrays() error {
 		}
 	}
 	return nil
+}
+
+// hasJoined reports whether a device is one that was taken up.
+func (d *Driver) hasJoined(endpoint string) bool {
+	return slices.ContainsFunc(d.all(), func(n *network) bool {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		return n.joined[endpoint] != nil
+	})
 }
 
 // mtuLocked is the MTU that a container's device has to have. Before the path is
@@ -154,7 +169,7 @@ func (n *network) syncMTULocked() {
 }
 
 // startGrace is how long a container may take from CreateEndpoint to Join, and
-// from Join until its sandbox is there.
+// from Join until its device is in its sandbox.
 const startGrace = time.Minute
 
 // check looks for sandboxes that are gone, and for endpoints that nobody joins or
@@ -168,10 +183,15 @@ func (n *network) check() {
 	n.syncMTULocked()
 	lost := false
 	for id, e := range n.joined {
+		var err error
+		if e.moved {
+			err = nsenter.Do(e.record.Sandbox, func() error { return nil })
+		} else {
+			err = n.movedLocked(e)
+		}
 		// Other errors, such as that descriptors ran out, say nothing of it.
-		gone := errors.Is(nsenter.Do(e.record.Sandbox, func() error { return nil }), nsenter.ErrGone)
-		e.seen = e.seen || !gone
-		if !gone || !e.seen && time.Since(e.since) < startGrace {
+		gone := errors.Is(err, nsenter.ErrGone) || errors.Is(err, errNoDevice)
+		if !gone || !e.moved && time.Since(e.since) < startGrace {
 			continue
 		}
 		n.log.Info("a container is gone without a word from the engine", "endpoint", short(id))

@@ -96,7 +96,7 @@ func TestSandboxGone(t *testing.T) {
 		r.Endpoints[0].Sandbox = sandbox
 		n := newTestNetwork(t, r)
 		n.mu.Lock()
-		n.joined["e1"] = &endpoint{record: r.Endpoints[0], mtu: n.mtuLocked(r.Endpoints[0]), seen: true}
+		n.joined["e1"] = &endpoint{record: r.Endpoints[0], mtu: n.mtuLocked(r.Endpoints[0]), moved: true}
 		n.mu.Unlock()
 		if err := netlab.New(t).NS("host").Do(func() error { n.check(); return nil }); err != nil {
 			t.Fatal(err)

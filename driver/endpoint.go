@@ -19,7 +19,7 @@ type endpoint struct {
 	device *tun.Device
 	mtu    int // that the device has
 	since  time.Time
-	seen   bool // the sandbox was there
+	moved  bool // the device was seen in the sandbox
 	ports  *publish.Listeners
 }
 

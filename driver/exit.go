@@ -190,7 +190,7 @@ func (x *exit) takeLocked(g tunnel.Grant) {
 	if changed && len(r.Block) > 0 {
 		n.log.Warn("the gateway leases other addresses than before", "before", r.Block, "now", block)
 		if len(n.record.Subnets) == 0 {
-			n.log.Error("containers with addresses of the old block reach nothing outside: start them again")
+			n.log.Error("other members of the network do not reach containers with addresses of the old block any more: start them again")
 		}
 	}
 	if !changed && slices.Equal(r.Gateway, g.Gateway) && r.MTU == x.link.MTU() {

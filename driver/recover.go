@@ -22,7 +22,8 @@ import (
 //  1. the records of all networks
 //  2. those of another boot lose their endpoints
 //  3. every container's device, where it is now; one that is gone is forgotten
-//  4. devices in the driver's own namespace, which no container has, are removed
+//  4. devices in the driver's own namespace, which no container is to have, are
+//     removed
 //  5. the sessions start
 func (d *Driver) recover() error {
 	records, err := d.loadRecords()
@@ -112,6 +113,9 @@ func (n *network) restoreEndpointLocked(e *endpointRecord, deadline time.Time) e
 			if err := n.attachLocked(e, device, mtu); err != nil {
 				return errors.Join(err, device.Close())
 			}
+			// The start of a container goes on, or it ended without the driver: soon it
+			// is clear which.
+			n.joined[e.ID].since = time.Now().Add(takeOver - startGrace)
 			break
 		}
 		if errors.Is(err, nsenter.ErrGone) || errors.Is(err, errNoDevice) || time.Now().After(deadline) {
@@ -119,9 +123,25 @@ func (n *network) restoreEndpointLocked(e *endpointRecord, deadline time.Time) e
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
-	if len(e.Ports) > 0 {
-		if err := n.publishLocked(n.joined[e.ID], e.Ports); err != nil {
-			n.log.Error("a container's ports are not published any more: start it again", "endpoint", short(e.ID), "error", err)
+	_ = n.movedLocked(n.joined[e.ID]) // else it is soon
+	return nil
+}
+
+// movedLocked looks whether the device of a container that starts has got into its
+// sandbox. If it has, the ports are published that an earlier run has published:
+// not before, since they may be another's where the container has ended.
+func (n *network) movedLocked(e *endpoint) error {
+	err := nsenter.Do(e.record.Sandbox, func() error {
+		_, err := findDevice(e.record.ID)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	e.moved = true
+	if len(e.record.Ports) > 0 && e.ports == nil {
+		if err := n.publishLocked(e, e.record.Ports); err != nil {
+			n.log.Error("a container's ports are not published any more: start it again", "endpoint", short(e.record.ID), "error", err)
 		}
 	}
 	return nil

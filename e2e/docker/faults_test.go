@@ -1,7 +1,13 @@
 package docker
 
 import (
+	"bytes"
+	"context"
+	"encoding/json"
 	"fmt"
+	"io"
+	"net"
+	"net/http"
 	"slices"
 	"strings"
 	"testing"
@@ -9,6 +15,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/quicvpn/quicvpn/driver/publish"
 	"github.com/quicvpn/quicvpn/internal/dockerlab"
 	"github.com/quicvpn/quicvpn/internal/netlab"
 )
@@ -118,4 +125,86 @@ func TestDeviceSpoiled(t *testing.T) {
 		}
 	}
 	h.must("run --rm --network net IMAGE get http://172.30.0.9/")
+}
+
+// The driver is killed while a container starts whose device the engine has not
+// taken yet. The next one has the device where it was, and removes it where the
+// engine does not take it.
+func TestDriverKilledInAStart(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	h := w.newHost(dockerlab.Config{})
+	h.must("network create -d quicvpn --subnet 172.30.0.0/24 net")
+	before := h.state()
+	const device = "qv0123456789ab"
+	join := func() {
+		t.Helper()
+		for _, call := range []string{"CreateEndpoint", "Join", "ProgramExternalConnectivity"} {
+			h.call(call, map[string]any{
+				"NetworkID": h.must("network inspect --format {{.Id}} net"), "EndpointID": "0123456789ab", "SandboxKey": "/run/netns/late",
+				"Interface": map[string]string{"Address": "172.30.0.5/24"},
+				"Options":   map[string]any{publish.PortMapOption: []map[string]int{{"Proto": 6, "Port": 80, "HostPort": 8080}}},
+			})
+		}
+		h.driver.Kill()
+		h.startDriver()
+		if s := h.state(); !slices.Equal(s.Devices, []string{device}) || s.Queues == 0 {
+			t.Errorf("the next driver has %+v", s)
+		}
+	}
+	ip := func(args string) {
+		t.Helper()
+		if out, err := h.Command(w.ctx, "ip", strings.Fields(args)...).CombinedOutput(); err != nil {
+			t.Errorf("ip %s: %v: %s", args, err, out)
+		}
+	}
+	join()
+	h.waitFor("nothing of a start that did not go on", 20*time.Second, func() error {
+		if diff := cmp.Diff(before, h.state()); diff != "" {
+			return fmt.Errorf("the driver:\n%s", diff)
+		}
+		return nil
+	})
+
+	join()
+	if _, err := w.Uplink.DialContext(w.ctx, "tcp", "192.0.2.2:8080"); err == nil {
+		t.Error("a port of a container is published that may not start")
+	}
+	ip("netns add late")
+	ip("link set " + device + " netns late name eth0")
+	ip("-n late address add 172.30.0.5/24 dev eth0")
+	ip("-n late link set eth0 up")
+	ip("-n late route add default via 172.30.0.1")
+	h.waitFor("the internet", pingLimit, func() error {
+		return h.Command(w.ctx, "nsenter", "--net=/run/netns/late", dockerlab.Toolbox(t), "ping", netlab.ServerAddr4.String()).Run()
+	})
+	h.waitFor("its published port", 20*time.Second, func() error {
+		c, err := w.Uplink.DialContext(w.ctx, "tcp", "192.0.2.2:8080")
+		if err != nil {
+			return err
+		}
+		return c.Close()
+	})
+	ip("netns delete late")
+	h.waitEmpty()
+}
+
+// call calls the driver as the engine does.
+func (h *host) call(name string, parameters any) {
+	h.w.t.Helper()
+	body, err := json.Marshal(parameters)
+	if err != nil {
+		h.w.t.Fatal(err)
+	}
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", h.Path("/run/docker/plugins/quicvpn.sock"))
+	}}}
+	response, err := client.Post("http://driver/NetworkDriver."+name, "application/json", bytes.NewReader(body))
+	if err != nil {
+		h.w.t.Fatal(err)
+	}
+	defer response.Body.Close()
+	if answer, err := io.ReadAll(response.Body); err != nil || response.StatusCode != http.StatusOK {
+		h.w.t.Fatalf("%s: %v: %s", name, err, answer)
+	}
 }
