@@ -199,10 +199,11 @@ func (n *network) attachLocked(e *endpointRecord, device *tun.Device, mtu int) e
 func (n *network) joinResponseLocked(device string) joinResponse {
 	// Without a gateway or this word the engine would add an interface to its own
 	// bridge, and a route to the internet by it.
+	// An internal network has one, too, as Docker's own have, where the hub refuses
+	// what it is sent: where no network of a container has, an engine with
+	// live-restore loses sight of its interfaces when it starts again. Networks that
+	// are not internal come first.
 	answer := joinResponse{InterfaceName: interfaceName{SrcName: device, DstPrefix: "eth"}, DisableGatewayService: true}
-	if n.record.Internal {
-		return answer
-	}
 	gateways := n.record.Gateways
 	if len(n.record.Subnets) == 0 {
 		gateways = n.record.Exits[0].Gateway

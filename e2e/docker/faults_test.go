@@ -208,3 +208,32 @@ func (h *host) call(name string, parameters any) {
 		h.w.t.Fatalf("%s: %v: %s", name, err, answer)
 	}
 }
+
+// An engine that started again while its containers ran can still take them off a
+// network, and put them on one, whether they are internal or not.
+func TestNetworksAfterLiveRestore(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	h := w.newHost(dockerlab.Config{LiveRestore: true})
+	h.must("network create -d quicvpn --subnet 172.30.0.0/24 --internal inside")
+	h.must("network create -d quicvpn --subnet 172.31.0.0/24 outside")
+	for _, network := range []string{"inside", "outside"} {
+		h.must("run -d --name " + network + " --network " + network + " IMAGE serve")
+	}
+	h.Kill()
+	h.StartAgain()
+	for own, other := range map[string]string{"inside": "outside", "outside": "inside"} {
+		h.must("network connect " + other + " " + own)
+		if in := h.look(own); len(in.Links) != 2 {
+			t.Errorf("on two networks %s has %+v", own, in)
+		}
+		h.reaches(own)
+		h.must("network disconnect " + own + " " + own)
+		if in := h.look(own); len(in.Links) != 1 {
+			t.Errorf("on one network %s has %+v", own, in)
+		}
+	}
+	h.must("rm -f inside outside")
+	h.waitEmpty()
+	h.checkTunnel()
+}

@@ -104,8 +104,11 @@ func TestInternal(t *testing.T) {
 	h.must("run -d --name user --network inside --ip 172.30.0.90 --ip6 fd00:30::90 IMAGE sleep")
 	h.must("run -d --name other --network outside --ip 172.31.0.70 IMAGE serve")
 	want := inside{
-		Links:  []link{{Name: "eth0", Kind: "tuntap", MTU: 1500, Addresses: []string{"172.30.0.90/24", "fd00:30::90/64"}, Features: offloads}},
-		Routes: []string{"172.30.0.0/24 dev eth0", "fd00:30::/64 dev eth0"},
+		Links: []link{{Name: "eth0", Kind: "tuntap", MTU: 1500, Addresses: []string{"172.30.0.90/24", "fd00:30::90/64"}, Features: offloads}},
+		// To where all is refused.
+		Routes: []string{
+			"172.30.0.0/24 dev eth0", "default via 172.30.0.1 dev eth0", "default via fd00:30::1 dev eth0", "fd00:30::/64 dev eth0",
+		},
 	}
 	if diff := cmp.Diff(want, h.look("user")); diff != "" {
 		t.Errorf("inside:\n%s", diff)
@@ -117,7 +120,7 @@ func TestInternal(t *testing.T) {
 	}
 	// Nor does a route help that the container makes itself.
 	h.must("run -d --name router --network inside --ip 172.30.0.66 --cap-add NET_ADMIN " + h.DebianImage(w.ctx) + " sleep infinity")
-	h.must("exec router ip route add default via 172.30.0.1")
+	h.must("exec router ip route replace default via 172.30.0.1")
 	for _, to := range []string{netlab.ServerAddr4.String(), netlab.GatewayAddr4.String(), "172.31.0.70", "192.0.2.2"} {
 		if out, err := h.try("exec router ping -c 1 -W 1 " + to); err == nil {
 			t.Errorf("an internal network reaches %s: %s", to, out)
