@@ -145,7 +145,7 @@ func TestBadUsage(t *testing.T) {
 		{args: "client remove", want: `"quicvpn client remove" needs KEY|ADDRESS; "quicvpn client remove --help" shows how it is used`},
 		{args: "client list --json=maybe", want: `--json: must be true or false; "quicvpn client list --help" lists the flags`},
 		{args: "token create --allow 10.0.0.1", want: `--allow: not an address prefix: write it as 192.0.2.0/24 or 2001:db8::/32; "quicvpn token create --help" lists the flags`},
-		{args: "token create --expires 1d", want: `--expires: not a time span: write it as 30m, 24h or 720h; "quicvpn token create --help" lists the flags`},
+		{args: "token create --expires 1d", want: `--expires: not a time span: write it as 10s, 30m or 24h; "quicvpn token create --help" lists the flags`},
 		{args: "token create --uses some", want: `--uses: must be a whole number from 1 to 2147483647, or 0 for the default; "quicvpn token create --help" lists the flags`},
 		{args: "token create laptop", want: `unexpected argument "laptop"; "quicvpn token create --help" shows how it is used`},
 		{args: "token list --json=maybe", want: `--json: must be true or false; "quicvpn token list --help" lists the flags`},
@@ -164,7 +164,7 @@ func TestBadUsage(t *testing.T) {
 		{args: "sidecar --token-file /nowhere/token", want: `--token-file /nowhere/token: there is no such file: check the path`},
 		{args: "sidecar --token-file /", want: `--token-file /: it is a directory (Docker makes one where the file to mount does not exist): check the path on the host`},
 		{args: "healthcheck --timeout 0s", want: `--timeout: must be longer than 0; "quicvpn healthcheck --help" lists the flags`},
-		{args: "healthcheck --timeout soon", want: `--timeout: not a time span: write it as 30m, 24h or 720h; "quicvpn healthcheck --help" lists the flags`},
+		{args: "healthcheck --timeout soon", want: `--timeout: not a time span: write it as 10s, 30m or 24h; "quicvpn healthcheck --help" lists the flags`},
 		{args: "healthcheck now", want: `unexpected argument "now"; "quicvpn healthcheck --help" shows how it is used`},
 		{args: "sidecar --token-file " + file + " up", want: `--token-file ` + file + `: the join token is damaged or incomplete: copy it again`},
 	}

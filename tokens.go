@@ -54,7 +54,8 @@ func createCommand() *cli.Command {
 // redirected into a file.
 func printToken(c *cli.Context, t token.Token) error {
 	fmt.Fprint(c.App.ErrWriter, "The join token is a secret and is not shown again. On the client, save it in a file, then:\n\n"+
-		"    quicvpn sidecar --token-file FILE\n\n")
+		"    quicvpn sidecar --token-file FILE    # for a machine, or a container\n"+
+		"    quicvpn driver --token-file FILE     # for networks of Docker\n\n")
 	if _, err := fmt.Fprintln(c.App.Writer, t.Encode()); err != nil {
 		return fmt.Errorf("print join token: %w: revoke it, then create another", err)
 	}

@@ -81,6 +81,11 @@ func New(cfg Config) (_ *Driver, err error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
+	if cfg.TokenFile != "" {
+		if cfg.TokenFile, err = filepath.Abs(cfg.TokenFile); err != nil {
+			return nil, fmt.Errorf("start driver: find the token file: %w", err)
+		}
+	}
 	d := &Driver{cfg: cfg, networks: make(map[string]*network), broken: make(map[string]error)}
 	defer func() {
 		if err != nil {
@@ -93,6 +98,7 @@ func New(cfg Config) (_ *Driver, err error) {
 	if err := d.acquire(); err != nil {
 		return nil, err
 	}
+	d.checkToken()
 	if err := d.recover(); err != nil {
 		return nil, err
 	}
@@ -124,6 +130,18 @@ func (d *Driver) acquire() error {
 	}
 	d.lock = f
 	return nil
+}
+
+// checkToken tells early what the creation of a network would. The file may come
+// later than the driver.
+func (d *Driver) checkToken() {
+	if d.cfg.TokenFile == "" {
+		d.cfg.Log.Info("no --token-file: each network needs a -o token-file=PATH")
+		return
+	}
+	if err := new(exitOptions).readToken(d.cfg.TokenFile); err != nil {
+		d.cfg.Log.Warn("no network can be created without a -o token-file=PATH of its own until --token-file is mended", "error", err)
+	}
 }
 
 // listen makes the socket on which the engine calls.

@@ -115,12 +115,18 @@ func (x *exit) wait(timeout time.Duration) error {
 			}
 			return fmt.Errorf("no tunnel after %v: %w; nothing was created: try again, or create the network without waiting for its gateway (-o wait=0)", timeout, err)
 		case <-tick.C:
-			var refused *tunnel.RefusedError
-			if err := x.link.Status().Err; errors.As(err, &refused) && refused.Status != http.StatusServiceUnavailable {
+			if err := x.link.Status().Err; final(err) {
 				return err
 			}
 		}
 	}
+}
+
+// final reports a no that stays one.
+func final(err error) bool {
+	var refused *tunnel.RefusedError
+	return errors.As(err, &refused) && refused.Status != http.StatusServiceUnavailable ||
+		errors.Is(err, tunnel.ErrPin) || errors.Is(err, tunnel.ErrExpired) || errors.Is(err, tunnel.ErrNotYetValid)
 }
 
 // stop ends the session and returns when it has.

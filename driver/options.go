@@ -1,10 +1,13 @@
 package driver
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -109,21 +112,24 @@ func (e *exitOptions) setToken(s string) (err error) {
 
 // readToken reads a token file; no error repeats what is in it.
 func (e *exitOptions) readToken(path string) error {
-	if path == "" {
-		return errors.New("it is empty: give the path of the file that holds the join token, on the host that runs the driver")
+	const where = "give the absolute path of the file that holds the join token, on the host that runs the driver"
+	if !filepath.IsAbs(path) {
+		return errors.New(where)
 	}
 	f, err := os.Open(path)
 	if err != nil {
-		return fmt.Errorf("%w: give the path of the file that holds the join token, on the host that runs the driver", err)
+		return fmt.Errorf("%w: %s", err, where)
 	}
 	defer f.Close()
 	const most = 4096
-	b := make([]byte, most)
-	n, err := f.Read(b)
-	if n == 0 {
-		return fmt.Errorf("%s holds no join token: %w", path, err)
+	b, err := io.ReadAll(io.LimitReader(f, most))
+	if err != nil {
+		return fmt.Errorf("%w: %s", err, where)
 	}
-	if err := e.setToken(string(b[:n])); err != nil {
+	if len(bytes.TrimSpace(b)) == 0 {
+		return fmt.Errorf("%s is empty: make another token on the gateway with `quicvpn token create`", path)
+	}
+	if err := e.setToken(string(b)); err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
 	return nil

@@ -160,6 +160,7 @@ func (d *Driver) reconcile(ctx context.Context) {
 			for _, n := range before {
 				if !slices.Contains(ids, n.record.ID) {
 					n.log.Info("the engine does not know the network any more: removing it")
+					n.waitToLeave()
 					d.remove(n)
 				}
 			}
@@ -171,6 +172,17 @@ func (d *Driver) reconcile(ctx context.Context) {
 			return
 		case <-time.After(checkInterval):
 		}
+	}
+}
+
+// waitToLeave waits for a session, by which the gateway can be told that the
+// network's addresses are free. Without one they stay taken there.
+func (n *network) waitToLeave() {
+	n.mu.Lock()
+	x := n.exits[mainExit]
+	n.mu.Unlock()
+	if x != nil {
+		_ = x.wait(createWait) // remove says what became of it
 	}
 }
 

@@ -95,6 +95,7 @@ type Link struct {
 	mtu      int
 	peers    []netip.Prefix
 	status   LinkStatus
+	failed   time.Time // when status.Err was
 }
 
 // A session is what a link uses of a *tunnel.Session.
@@ -367,11 +368,21 @@ func (l *Link) release(s session) {
 	}
 }
 
-// fail keeps what is wrong; nil where nothing is any more.
+// fail keeps what is wrong; nil where nothing is any more. That there is no answer
+// does not outdo a reason that was heard a moment ago: hosts limit how often they
+// say that nobody listens.
 func (l *Link) fail(err error) {
-	l.set(func() { l.status.Err = err })
+	l.set(func() {
+		if heavier(l.status.Err, err) && time.Since(l.failed) < telling {
+			return
+		}
+		l.status.Err, l.failed = err, time.Now()
+	})
 	kick(l.news)
 }
+
+// telling is for how long a reason is kept that says more than the next one.
+const telling = 15 * time.Second
 
 // mtuLocked is the MTU of the devices that lead to a session. The least is what
 // every IPv4 host must take (RFC 791, section 3.1). A session that has just begun

@@ -85,20 +85,25 @@ func withoutPorts(err error) string {
 }
 
 // worst returns the error that says most.
-func worst(errs []error) error {
-	var found error
-	heaviest := weight(-1)
+func worst(errs []error) (found error) {
 	for _, err := range errs {
-		w := weight(-1)
-		var t *trouble
-		if errors.As(err, &t) {
-			w = t.weight
-		}
-		if found == nil || w > heaviest {
-			found, heaviest = err, w
+		if found == nil || heavier(err, found) {
+			found = err
 		}
 	}
 	return found
+}
+
+// heavier reports that a says more than b, which is an error.
+func heavier(a, b error) bool { return b != nil && weightOf(a) > weightOf(b) }
+
+// weightOf is below all weights for what was not explained.
+func weightOf(err error) weight {
+	var t *trouble
+	if errors.As(err, &t) {
+		return t.weight
+	}
+	return noWay - 1
 }
 
 // timedOut reports that nobody answered. The QUIC library's idle and handshake

@@ -93,7 +93,7 @@ func Int(least, most int) func(string) (int, error) {
 func Duration(s string) (time.Duration, error) {
 	d, err := time.ParseDuration(s)
 	if err != nil || d < 0 {
-		return 0, errors.New("not a time span: write it as 30m, 24h or 720h")
+		return 0, errors.New("not a time span: write it as 10s, 30m or 24h")
 	}
 	return d, nil
 }
