@@ -33,6 +33,12 @@ type exit struct {
 	// announced says that other members reach containers by their own addresses;
 	// guarded by the network's lock.
 	announced bool
+	// taken says that another member has the network's addresses, and was first;
+	// guarded by the network's lock.
+	taken bool
+	// usable says that the session in use can serve the network; guarded by the
+	// network's lock.
+	usable bool
 }
 
 // makeExits makes all exits of the record. They do not run yet.
@@ -158,6 +164,7 @@ func (x *exit) connected(g tunnel.Grant) tunnel.Sink {
 	n := x.network
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	x.usable, x.taken = false, false
 	if err := n.record.clash(g); err != nil {
 		n.log.Error("the gateway cannot serve the network", "error", err)
 		x.beReady(err)
@@ -166,9 +173,11 @@ func (x *exit) connected(g tunnel.Grant) tunnel.Sink {
 	x.takeLocked(g)
 	x.announced = len(g.Announced) > 0 && g.AnnounceRefused == ""
 	if g.AnnounceRefused != "" {
+		x.taken = overlap(n.record.Subnets, x.link.Peers())
 		n.log.Warn("other members of the network cannot reach containers here by their own addresses, and are not reached from here; "+
 			"traffic to the internet is not affected", "reason", g.AnnounceRefused)
 	}
+	x.usable = true
 	x.plugLocked()
 	n.syncMTULocked()
 	x.beReady(nil)
@@ -230,11 +239,23 @@ func (x *exit) changed() {
 	n := x.network
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if !x.usable {
+		return
+	}
 	x.plugLocked()
+	if x.taken && !overlap(n.record.Subnets, x.link.Peers()) {
+		x.taken = false
+		go x.link.Renew("to announce the network again, whose addresses nobody else has any more")
+	}
 	if mtu := x.link.MTU(); mtu != 0 {
 		x.record.MTU = mtu
 	}
 	n.syncMTULocked()
+}
+
+// overlap reports whether two lists have addresses in common.
+func overlap(ours, theirs []netip.Prefix) bool {
+	return slices.ContainsFunc(ours, func(a netip.Prefix) bool { return slices.ContainsFunc(theirs, a.Overlaps) })
 }
 
 // clash says why a gateway cannot serve the network: nobody in addresses that both

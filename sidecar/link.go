@@ -277,6 +277,13 @@ func (l *Link) Leave(ctx context.Context) error {
 	return nil
 }
 
+// Renew ends the session in use, so that the next one asks for everything anew.
+func (l *Link) Renew(reason string) {
+	if s := l.session(); s != nil {
+		s.Close(reason)
+	}
+}
+
 // session returns the session in use, or nil.
 func (l *Link) session() session {
 	if s := l.current.Load(); s != nil {

@@ -79,6 +79,18 @@ func TestTwoHostsSameSubnet(t *testing.T) {
 	if strings.Contains(one.driver.Log(), "overlaps") {
 		t.Errorf("the first host complains:\n%s", one.driver.Log())
 	}
+	// When the first has left, the second takes its place.
+	one.must("rm -f web")
+	one.must("network rm net")
+	one.must("network create -d quicvpn --subnet 172.31.0.0/24 net")
+	one.must("run -d --name web --network net --ip 172.31.0.10 IMAGE serve")
+	two.waitFor("the other host reaches it", 20*time.Second, func() error {
+		_, err := one.try("exec web /toolbox get http://172.30.0.10/")
+		return err
+	})
+	if seen := two.get("web", "172.31.0.10"); seen != "172.30.0.10" {
+		t.Errorf("from host to host: seen as %q", seen)
+	}
 }
 
 // Addresses from the gateway's blocks are unique over all hosts, also while the

@@ -189,6 +189,12 @@ func TestDriverAway(t *testing.T) {
 	h.waitState("two containers, one network", func(s state) bool {
 		return s.endpoints() == 2 && len(s.Devices) == 0 && len(s.Networks) == 1
 	})
+	h.waitFor("the gateway has one client", 20*time.Second, func() error {
+		if list := w.run(w.Gateway, "client", "list", "--state-dir", w.gatewayDir()); strings.Count(list, "\n") != 2 {
+			return fmt.Errorf("it lists\n%s", list)
+		}
+		return nil
+	})
 	for _, name := range []string{"stopped", "stays"} {
 		h.must("exec " + name + " /toolbox get http://" + netlab.ServerAddr4.String() + "/")
 	}
