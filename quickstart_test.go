@@ -15,8 +15,8 @@ import (
 	"github.com/quicvpn/quicvpn/internal/netlab"
 )
 
-// TestQuickStart runs the shell lines of the README's section for a gateway and
-// a client, as they stand there.
+// TestQuickStart runs the shell lines of the README's sections for a gateway and a
+// sidecar, as they stand there.
 func TestQuickStart(t *testing.T) {
 	gatewayLines, clientLines, healthLines, operatorLines := quickStart(t)
 	world := netlab.NewTopology(t, netlab.LinkConfig{})
@@ -106,19 +106,32 @@ func TestQuickStart(t *testing.T) {
 
 var shellBlock = regexp.MustCompile("(?s)```sh\n(.*?)```")
 
-// quickStart returns the lines of the section's shell blocks, without comments.
+// quickStart returns the lines of the sections' shell blocks, without comments.
 func quickStart(t *testing.T) (gateway, client, health, operator []string) {
+	t.Helper()
+	of := func(title string, want int) [][]string {
+		blocks := shellBlocks(t, title)
+		if len(blocks) != want {
+			t.Fatalf("the section %q has the blocks %q, want %d", title, blocks, want)
+		}
+		return blocks
+	}
+	sidecar, tokens := of("A sidecar", 2), of("Tokens", 2)
+	return of("A gateway on a server", 1)[0], sidecar[0], sidecar[1], append(tokens[0], tokens[1]...)
+}
+
+// shellBlocks returns the lines of a section of the README, by block.
+func shellBlocks(t *testing.T, title string) (blocks [][]string) {
 	t.Helper()
 	text, err := os.ReadFile("README.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, section, ok := strings.Cut(string(text), "\n## A gateway on a server")
+	_, section, ok := strings.Cut(string(text), "\n## "+title+"\n")
 	if !ok {
-		t.Fatal("README.md has no section for a gateway and a client")
+		t.Fatalf("README.md has no section %q", title)
 	}
 	section, _, _ = strings.Cut(section, "\n## ")
-	var blocks [][]string
 	for _, m := range shellBlock.FindAllStringSubmatch(section, -1) {
 		var lines []string
 		for line := range strings.Lines(m[1]) {
@@ -127,8 +140,5 @@ func quickStart(t *testing.T) (gateway, client, health, operator []string) {
 		}
 		blocks = append(blocks, lines)
 	}
-	if len(blocks) != 5 || len(blocks[0]) != 2 || len(blocks[1]) != 2 {
-		t.Fatalf("the section has the blocks %q, want two lines for the gateway, two for the client, its health, and those about tokens and clients", blocks)
-	}
-	return blocks[0], blocks[1], blocks[2], append(blocks[3], blocks[4]...)
+	return blocks
 }
