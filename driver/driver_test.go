@@ -159,4 +159,7 @@ func TestLeftovers(t *testing.T) {
 	if status, answer := call("NetworkDriver.DeleteNetwork", `{"NetworkID":"cut"}`); status != http.StatusOK {
 		t.Errorf("to remove the damaged one: %s", answer)
 	}
+	if _, err := os.Stat(filepath.Join(dir, "networks", "cut")); !os.IsNotExist(err) {
+		t.Errorf("what was removed is still there: %v", err)
+	}
 }

@@ -203,7 +203,12 @@ func (d *Driver) deleteNetwork(r *networkRequest) (any, error) {
 		d.remove(n)
 		n.log.Info("network removed")
 	} else if broken {
-		d.cfg.Log.Warn("a network whose state is damaged was removed; its state stays", "directory", filepath.Join(d.cfg.StateDir, "networks", r.NetworkID))
+		// Whatever was wrong with it, it is not asked for any more.
+		dir := filepath.Join(d.cfg.StateDir, "networks", r.NetworkID)
+		d.cfg.Log.Warn("a network that could not be used was removed; the gateway was not told, and keeps its addresses until the client is removed there", "directory", dir)
+		if err := os.RemoveAll(dir); err != nil {
+			d.cfg.Log.Error("clean up", "error", err)
+		}
 	}
 	return struct{}{}, nil
 }
