@@ -1,4 +1,4 @@
-// Command quicvpn carries the traffic of a network namespace through QUIC to a
+// Command quicvpn carries the traffic of containers, or of a network namespace, through QUIC to a
 // gateway. This package turns flags, environment and signals into the
 // configuration of the roles; what they do is in packages of their own.
 package main

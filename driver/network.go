@@ -260,6 +260,7 @@ func (n *network) close() {
 		x.stop()
 	}
 	n.complain(n.hub.Close())
+	n.log.Info("stopped", "drops", n.drops.Snapshot())
 }
 
 // complain logs what nobody can be told.

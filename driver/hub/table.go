@@ -122,7 +122,10 @@ func (t *view) toOwn(self host, own netip.Addr) verdict {
 	to := t.gateway(own)
 	v := t.toGateway(self, to)
 	if v.way.up {
-		v.dst = to
+		// The gateway answers members, not what is behind them.
+		if v = byBlock(self); v.way.up {
+			v.dst = to
+		}
 		if !to.IsValid() {
 			v = prohibited
 		}
@@ -140,6 +143,13 @@ func (t *view) toGateway(self host, dst netip.Addr) verdict {
 		return verdict{why: packet.DropNoSession}
 	case t.uplink.Announced && t.uplink.isPeer(dst):
 		return verdict{way: way{up: true}}
+	}
+	return byBlock(self)
+}
+
+// byBlock is the verdict on packets that leave by an address of the block.
+func byBlock(self host) verdict {
+	switch {
 	case !self.Outside.IsValid():
 		return verdict{why: packet.DropUnmapped}
 	case self.Outside == self.Inside:

@@ -41,7 +41,7 @@ func TestCreateRefused(t *testing.T) {
 		{"-o queues=-1", "option queues: must be a whole number from 1 to "},
 		{"-o wait=soon", "option wait: "},
 		{"-o dns=maybe", "option dns: must be one of tunnel, host"},
-		{"-o token-file=" + missing, "option token-file: open " + missing + ": no such file or directory: give the path of the file that holds the join token, on the host that runs the driver"},
+		{"-o token-file=" + missing, "option token-file: open " + missing + ": no such file or directory: give the absolute path of the file that holds the join token, on the host that runs the driver"},
 		{"-o token-file=" + garbage, "option token-file: " + garbage + ": "},
 		{"-o token=not-a-token-but-secret", "option token: "},
 		{"-o token-file=" + w.token + " -o token=" + strings.TrimSpace(string(token)), "option token-file: there is a token already: give either token-file or token"},

@@ -126,3 +126,24 @@ func TestNames(t *testing.T) {
 	}
 	h.checkTunnel()
 }
+
+// Whichever private name server a container is told of, by UDP and TCP the
+// gateway answers in its place, and so does the network's own address.
+func TestPrivateResolvers(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	names := w.serveNames()
+	w.gateway.Kill()
+	w.gateway = w.Gateway.Start(w.ctx, program, "gateway", "run", "--state-dir", w.gatewayDir(), "--dns", netlab.ServerAddr4.String())
+	h := w.newHost(dockerlab.Config{ResolvConf: "nameserver 192.168.77.1\n"})
+	h.must("network create -d quicvpn " + subnets + " net")
+	for _, told := range []string{"", "--dns 10.0.0.2", "--dns 172.30.0.1"} {
+		if got := h.must("run --rm --network net " + told + " IMAGE resolve where.example"); got != netlab.ServerAddr4.String() {
+			t.Errorf("with %q where.example is %q", told, got)
+		}
+		if who := names.who(); !slices.Equal(who, []netip.Addr{netlab.EgressAddr4}) {
+			t.Errorf("with %q %v asked, want the gateway", told, who)
+		}
+	}
+	h.checkTunnel()
+}
