@@ -24,6 +24,9 @@ need gcc gcc libc6-dev # the race detector
 need containerd containerd
 need runc runc
 need mmdebstrap mmdebstrap
+need proxychains4 proxychains4
+need socksify dante-client
+[ -e /usr/lib/python3/dist-packages/socks.py ] || missing="$missing python3 python3-socks"
 [ -e /etc/ssl/certs/ca-certificates.crt ] || missing="$missing ca-certificates"
 
 [ -n "$missing" ] || exit 0
