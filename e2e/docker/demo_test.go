@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -119,10 +120,31 @@ func remains(t *testing.T, e *dockerlab.Engine) map[string]string {
 		t.Fatal(err)
 	}
 	found["sockets"] = strings.Join(sockets, "\n")
-	processes, err := e.Command(t.Context(), "sh", "-c", "readlink /proc/[0-9]*/exe | grep -e /quicvpn$ -e /demo$ || true").Output()
-	if err != nil {
-		t.Fatalf("list processes: %v", err)
-	}
-	found["processes"] = string(processes)
+	found["processes"] = strings.Join(processes(t, e), "\n")
 	return found
+}
+
+// processes are the programs of ours that run on a Docker host.
+func processes(t *testing.T, e *dockerlab.Engine) (ours []string) {
+	t.Helper()
+	all, err := filepath.Glob(e.Path("/proc") + "/[0-9]*/exe")
+	if err != nil {
+		t.Fatal(err)
+	}
+	running := 0
+	for _, link := range all {
+		program, err := os.Readlink(link)
+		if err != nil {
+			continue // it has ended meanwhile
+		}
+		running++
+		if name := filepath.Base(program); name == "quicvpn" || name == "demo" {
+			ours = append(ours, program)
+		}
+	}
+	if running == 0 {
+		t.Fatal("the host shows no processes, not even its engine's")
+	}
+	slices.Sort(ours)
+	return ours
 }
