@@ -64,10 +64,13 @@ func TestComposeDriver(t *testing.T) {
 	h.waitPing(p.must("ps --quiet app"), servers[0])
 	p.seenAs("app", both)
 
-	before := in
 	p.must("restart")
 	p.must("up --detach --wait")
-	if diff := cmp.Diff(before, h.look(p.must("ps --quiet app"))); diff != "" {
+	after := h.look(p.must("ps --quiet app"))
+	if before, after := &in.Links[0], &after.Links[0]; after.MTU > before.MTU {
+		before.MTU = after.MTU // QUIC has found since that the path carries more
+	}
+	if diff := cmp.Diff(in, after); diff != "" {
 		t.Errorf("inside the app after a restart:\n%s", diff)
 	}
 	p.checkDatabase()
