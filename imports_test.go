@@ -41,10 +41,10 @@ var rules = []struct {
 	{"driver/...", []string{"driver/...", "sidecar", "tunnel", "tun", "internal/..."}},
 	{"gateway/...", []string{"tunnel", "tun", "netstack", "internal/..."}},
 	{"sidecar/...", []string{"tunnel", "tun", "internal/..."}},
-	{"tunnel/...", []string{"tunnel/...", "internal/packet"}},
+	{"tunnel/...", []string{"tunnel/...", "internal/packet", "internal/relay"}},
 	{"tun/...", []string{"internal/packet"}},
-	{"netstack/...", []string{"internal/packet"}},
-	{"socks5/...", nil},
+	{"netstack/...", []string{"internal/packet", "internal/relay"}},
+	{"socks5/...", []string{"internal/relay"}},
 	{"internal/packet/...", nil},
 	{"internal/...", []string{"internal/..."}},
 }

@@ -8,6 +8,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/quicvpn/quicvpn/internal/relay"
 )
 
 // The first byte that a client sends.
@@ -43,7 +45,7 @@ func (c *client) Close() error {
 }
 
 // CloseWrite is what net/http ends a connection with whose client still sends.
-func (c *client) CloseWrite() error { return closeWrite(c.Conn) }
+func (c *client) CloseWrite() error { return relay.CloseWrite(c.Conn) }
 
 // Read is for net/http.
 func (c *client) Read(b []byte) (n int, err error) {
@@ -106,7 +108,7 @@ func (v *service) refuse(c *client, first byte) {
 // read for a while: the kernel would answer it by a reset, which may overtake the
 // reply.
 func finish(conn net.Conn) {
-	if closeWrite(conn) != nil {
+	if relay.CloseWrite(conn) != nil {
 		return
 	}
 	conn.SetReadDeadline(time.Now().Add(time.Second))

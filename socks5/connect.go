@@ -7,6 +7,8 @@ import (
 	"net"
 	"os"
 	"time"
+
+	"github.com/quicvpn/quicvpn/internal/relay"
 )
 
 // longAgo as a deadline ends what is waiting.
@@ -70,10 +72,10 @@ func (v *service) connect(conn net.Conn, to Addr) {
 		return
 	}
 	if _, err := conn.Write(appendReply(nil, succeeded, addrFrom(addrPort(upstream.LocalAddr())))); err != nil {
-		reset(upstream)
+		relay.Reset(upstream)
 		return
 	}
-	relay(v.ctx, conn, upstream, early)
+	relay.Relay(v.ctx, conn, upstream, early)
 }
 
 // dial opens the other side of a client's connection.

@@ -8,6 +8,8 @@ import (
 	"net/http"
 	"strings"
 	"time"
+
+	"github.com/quicvpn/quicvpn/internal/relay"
 )
 
 // maxHeader bounds the header of a request.
@@ -145,14 +147,14 @@ func (v *service) tunnel(w http.ResponseWriter, r *http.Request, to Addr) {
 	}
 	conn, rw, err := http.NewResponseController(w).Hijack()
 	if err != nil { // the client has gone
-		reset(upstream)
+		relay.Reset(upstream)
 		return
 	}
 	c := conn.(*client)
 	if c.heads.refused() {
 		// What was sent ahead of the response looks like a bad request, of which the
 		// rest is lost by now.
-		reset(upstream)
+		relay.Reset(upstream)
 		c.Close()
 		return
 	}
@@ -162,9 +164,9 @@ func (v *service) tunnel(w http.ResponseWriter, r *http.Request, to Addr) {
 	go func() {
 		defer c.Close()
 		if _, err := c.Conn.Write([]byte("HTTP/1.1 200 Connection established\r\n\r\n")); err != nil {
-			reset(upstream)
+			relay.Reset(upstream)
 			return
 		}
-		relay(v.ctx, c.Conn, upstream, early)
+		relay.Relay(v.ctx, c.Conn, upstream, early)
 	}()
 }

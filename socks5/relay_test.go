@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/quicvpn/quicvpn/internal/relay"
 )
 
 // ways are the two protocols.
@@ -94,7 +96,7 @@ func TestReset(t *testing.T) {
 		// By the server.
 		c := through(w, listen(t, "127.0.0.1:0", func(c *net.TCPConn) {
 			io.ReadFull(c, make([]byte, 1))
-			reset(c)
+			relay.Reset(c)
 		}))
 		send(t, c, []byte("x"))
 		if _, err := c.Read(make([]byte, 1)); !wasReset(err) {
@@ -109,7 +111,7 @@ func TestReset(t *testing.T) {
 				_, err := c.Read(make([]byte, 1))
 				close(ready)
 				if err == nil || half {
-					err = awaitReset(c)
+					err = relay.AwaitReset(c)
 				}
 				ended <- err
 			}))
@@ -119,7 +121,7 @@ func TestReset(t *testing.T) {
 				send(t, c, []byte("x"))
 			}
 			<-ready
-			reset(c)
+			relay.Reset(c)
 			if err := <-ended; !wasReset(err) {
 				t.Errorf("half closed %t: the server saw %v, want a reset", half, err)
 			}

@@ -26,6 +26,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/quicvpn/quicvpn/internal/relay"
 )
 
 // A Server is what all listeners of a proxy share. It must not be copied, nor its
@@ -155,7 +157,7 @@ func passing(err error) bool {
 func (v *service) admit(conn net.Conn) {
 	from := addrPort(conn.RemoteAddr()).Addr()
 	if !v.take(from) {
-		reset(conn)
+		relay.Reset(conn)
 		if v.said.full.due() {
 			v.log().Warn("a proxy has too many connections; further ones are reset until some end",
 				"client", from, "limit", v.maxConns(), "limit_per_client", v.maxConnsPerClient())
@@ -163,7 +165,7 @@ func (v *service) admit(conn net.Conn) {
 		return
 	}
 	v.running.Add(1)
-	stop := context.AfterFunc(v.ctx, func() { reset(conn) })
+	stop := context.AfterFunc(v.ctx, func() { relay.Reset(conn) })
 	c := &client{Conn: conn, release: func() {
 		stop()
 		v.give(from)

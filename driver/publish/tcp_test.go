@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+
+	"github.com/quicvpn/quicvpn/internal/relay"
 )
 
 var web = Port{Protocol: "tcp", HostPort: 8080, ContainerPort: 80}
@@ -117,7 +119,7 @@ func TestReset(t *testing.T) {
 					t.Fatalf("the end of one direction: %v", err)
 				}
 			}
-			reset(resetting)
+			relay.Reset(resetting)
 			if !tt.halfClose {
 				if _, err := other.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
 					t.Errorf("read says %v, want a reset", err)

@@ -1,4 +1,6 @@
-package socks5
+// Package relay passes bytes between two connections, whatever they are: TCP's, a
+// stack's of its own, or streams of QUIC.
+package relay
 
 import (
 	"context"
@@ -23,11 +25,19 @@ const (
 
 var buffers = sync.Pool{New: func() any { return new([busyBuffer]byte) }}
 
-// relay passes both directions until both have ended, each by itself, or one side
-// is reset, or ctx is done; then the other side is reset too. early is what the
-// client has sent already. A side that reads slowly slows the other one: nothing is
-// kept but a buffer.
-func relay(ctx context.Context, client, upstream net.Conn, early []byte) {
+// longAgo as a deadline ends what is waiting.
+var longAgo = time.Unix(1, 0)
+
+// Relay passes both directions until both have ended, each by itself, or one side
+// is reset, or ctx is done; then the other side is reset too. It closes both. early
+// is what the client has sent already. A side that reads slowly slows the other
+// one: nothing is kept but a buffer.
+//
+// A connection should have the method CloseWrite() error, as *net.TCPConn has, or
+// the end of one direction ends both. It may have Reset() error, which aborts
+// instead of closing, and Context() context.Context, as a QUIC stream has: its end
+// tells, after Read has returned io.EOF, that the other direction is lost.
+func Relay(ctx context.Context, client, upstream net.Conn, early []byte) {
 	r := &relayed{client: client, upstream: upstream, both: make(chan struct{})}
 	defer context.AfterFunc(ctx, r.reset)()
 	var other sync.WaitGroup
@@ -56,7 +66,7 @@ func (r *relayed) pass(dst, src net.Conn, first []byte) {
 	}
 	if err == nil {
 		n := r.ended.Add(1) // before dst's context may end by it
-		err = closeWrite(dst)
+		err = CloseWrite(dst)
 		if err == nil && n == 2 {
 			// Nothing is read from either any more, but for the wait below.
 			close(r.both)
@@ -74,8 +84,8 @@ func (r *relayed) pass(dst, src net.Conn, first []byte) {
 }
 
 func (r *relayed) reset() {
-	reset(r.client)
-	reset(r.upstream)
+	Reset(r.client)
+	Reset(r.upstream)
 }
 
 var errLost = errors.New("the connection was lost")
@@ -87,7 +97,7 @@ var errLost = errors.New("the connection was lost")
 func (r *relayed) awaitLoss(c net.Conn) error {
 	switch c := c.(type) {
 	case *net.TCPConn:
-		return awaitReset(c)
+		return AwaitReset(c)
 	case interface{ Context() context.Context }:
 		select {
 		case <-r.both:
@@ -100,9 +110,9 @@ func (r *relayed) awaitLoss(c net.Conn) error {
 	return nil
 }
 
-// awaitReset returns the error by which a TCP connection is reset, or nil when its
+// AwaitReset returns the error by which a TCP connection is reset, or nil when its
 // read deadline has passed.
-func awaitReset(c *net.TCPConn) error {
+func AwaitReset(c *net.TCPConn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
@@ -182,17 +192,17 @@ func write(dst io.Writer, b []byte, readErr error) error {
 	return readErr
 }
 
-// closeWrite ends this side's direction. A connection that cannot end one alone is
+// CloseWrite ends this side's direction. A connection that cannot end one alone is
 // closed.
-func closeWrite(c net.Conn) error {
+func CloseWrite(c net.Conn) error {
 	if c, ok := c.(interface{ CloseWrite() error }); ok {
 		return c.CloseWrite()
 	}
 	return c.Close()
 }
 
-// reset aborts a connection: of TCP's by RST instead of FIN.
-func reset(c net.Conn) {
+// Reset aborts a connection: of TCP's by RST instead of FIN.
+func Reset(c net.Conn) {
 	// What fails here has been closed, or reset, by the other side.
 	switch c := c.(type) {
 	case interface{ Reset() error }:
