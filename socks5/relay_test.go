@@ -161,7 +161,7 @@ func TestLostStream(t *testing.T) {
 		expectEOF(t, c)
 		if lost {
 			(<-streams).cancel()
-			if err := awaitReset(c); !wasReset(err) {
+			if err := relay.AwaitReset(c); !wasReset(err) {
 				t.Errorf("%v, want a reset", err)
 			}
 			continue
@@ -169,7 +169,7 @@ func TestLostStream(t *testing.T) {
 		c.CloseWrite()
 		eventually(t, "the end of the connection", func() bool { return w.count() == 0 })
 		c.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
-		if err := awaitReset(c); err != nil {
+		if err := relay.AwaitReset(c); err != nil {
 			t.Errorf("%v after a good end", err)
 		}
 	}
