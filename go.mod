@@ -3,6 +3,7 @@ module github.com/quicvpn/quicvpn
 go 1.26.0
 
 require (
+	github.com/dunglas/httpsfv v1.1.1
 	github.com/google/go-cmp v0.7.0
 	github.com/google/nftables v0.3.0
 	github.com/mdlayher/netlink v1.7.3-0.20250113171957-fbb4dce95f42
@@ -26,7 +27,6 @@ require (
 	github.com/cpuguy83/go-md2man/v2 v2.0.7 // indirect
 	github.com/docker/go-connections v0.5.0 // indirect
 	github.com/docker/go-plugins-helpers v0.0.0-20240701071450-45e2431495c8 // indirect
-	github.com/dunglas/httpsfv v1.1.1 // indirect
 	github.com/google/btree v1.1.2 // indirect
 	github.com/mdlayher/socket v0.5.0 // indirect
 	github.com/quic-go/qpack v0.6.0 // indirect

@@ -32,10 +32,10 @@ func (s *Session) sendDatagrams(queue int, p *packet.Packet, h packet.Header, er
 func (s *Session) sendDatagram(queue int, b []byte, h packet.Header, mtu int, errs Sink) {
 	switch {
 	case len(b) <= mtu:
-		s.queueDatagram(b)
+		s.queuePacket(b)
 	case h.Version == 4 && !h.DontFragment:
 		// A router's duty (RFC 791, section 2.3).
-		if !packet.FragmentIPv4(b, mtu, s.queueDatagram) {
+		if !packet.FragmentIPv4(b, mtu, s.queuePacket) {
 			s.drops.Add(packet.DropTooBig, 1)
 		}
 	default:
@@ -50,11 +50,13 @@ func (s *Session) sendDatagram(queue int, b []byte, h packet.Header, mtu int, er
 	}
 }
 
-// queueDatagram copies a packet into the datagram queue.
-func (s *Session) queueDatagram(b []byte) {
+func (s *Session) queuePacket(b []byte) { s.queueDatagram(s.prefix, b) }
+
+// queueDatagram copies a datagram into the queue.
+func (s *Session) queueDatagram(prefix, b []byte) {
 	d := datagramPool.Get().(*datagram)
 	d.at = time.Now()
-	d.b = append(append(d.b[:0], s.prefix...), b...)
+	d.b = append(append(d.b[:0], prefix...), b...)
 	select {
 	case s.datagrams <- d:
 	default:
@@ -152,8 +154,12 @@ func (s *Session) readDatagrams(sink Sink) {
 func (s *Session) unwrap(b []byte) []byte {
 	if s.own {
 		quarter, n, err := quicvarint.Parse(b)
-		if err != nil || quarter != uint64(s.control.StreamID()/4) {
+		switch {
+		case err != nil:
 			s.drops.Add(packet.DropMalformed, 1)
+			return nil
+		case quarter != uint64(s.control.StreamID()/4):
+			s.toUDPFlow(quarter, b[n:])
 			return nil
 		}
 		b = b[n:]

@@ -73,7 +73,7 @@ func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, er
 // connectIP asks for a tunnel (RFC 9484, section 4) and waits for the grant.
 func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func()) (*Session, error) {
 	own := isOwn(conn)
-	transport := &http3.Transport{EnableDatagrams: !own, MaxResponseHeaderBytes: maxHeaderBytes}
+	transport := &http3.Transport{EnableDatagrams: !own, MaxResponseHeaderBytes: maxHeaderBytes, DisableCompression: true}
 	if own {
 		transport.AdditionalSettings = map[uint64]uint64{settingOwn: settingOwnVersion}
 	}
@@ -121,7 +121,7 @@ func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func())
 	grant.Announced = slices.DeleteFunc(grant.Announced, func(p netip.Prefix) bool { return !slices.Contains(d.Announce, p) })
 	return newSession(sessionConfig{
 		conn: conn, control: &control{requestStream: stream}, grant: grant, queues: d.Queues, maxMTU: d.MTU,
-		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: release, client: true,
+		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: release, requests: client,
 	}), nil
 }
 

@@ -55,6 +55,14 @@ type ServerConfig struct {
 	// then ends. After an error the client is told to try again. Nil ignores
 	// what it says.
 	Leave func(client Fingerprint) error
+	// DialTCP opens what a client's flow leads to: address is "host:port", where the
+	// host may be a name. ctx ends when the client gives up. The client is told of the
+	// errors that a dial has, and of a *DialError as it is; of others only that there
+	// was one. The connection should have CloseWrite, as *net.TCPConn has. Nil refuses.
+	DialTCP func(ctx context.Context, s *Session, address string) (net.Conn, error)
+	// DialUDP is DialTCP for a UDP socket: each Read and Write of the connection is
+	// one datagram. The flow ends with its first error. Nil refuses.
+	DialUDP func(ctx context.Context, s *Session, address string) (net.Conn, error)
 	// Queues is the number of streams for super-packets; zero means one.
 	Queues int
 	// MTU caps the tunnels' MTU; zero leaves it to the path.
@@ -124,9 +132,9 @@ func Listen(cfg ServerConfig) (*Server, error) {
 		Conn: sizingSocket{s.sock, &s.sizes}, StatelessResetKey: &reset, TokenGeneratorKey: &token,
 		VerifySourceAddress: func(net.Addr) bool { return !limit.Allow() },
 	}
-	conf := quicConfig(minPacketSize)
+	conf := serverConfig(minPacketSize)
 	conf.GetConfigForClient = func(info *quic.ClientInfo) (*quic.Config, error) {
-		return quicConfig(s.sizes.of(addrPort(info.RemoteAddr))), nil
+		return serverConfig(s.sizes.of(addrPort(info.RemoteAddr))), nil
 	}
 	s.listener, err = s.transport.Listen(serverTLS(cfg.Key, cfg.Now), conf)
 	if err != nil {
@@ -134,6 +142,12 @@ func Listen(cfg ServerConfig) (*Server, error) {
 		return nil, fmt.Errorf("listen for QUIC: %w", err)
 	}
 	return s, nil
+}
+
+func serverConfig(size int) *quic.Config {
+	conf := quicConfig(size)
+	conf.MaxIncomingStreams = maxFlows
+	return conf
 }
 
 // Addr returns the address that the server is bound to.
@@ -194,12 +208,25 @@ func (s *Server) serveConn(ctx context.Context, conn *quic.Conn) {
 	})
 	var wg sync.WaitGroup
 	defer wg.Wait()
+	early := make(chan struct{}, maxEarlyRequests)
 	for {
 		stream, err := conn.AcceptStream(conn.Context())
 		if err != nil {
 			return
 		}
-		wg.Go(func() { raw.HandleRequestStream(stream) })
+		if h.granted.Load() {
+			wg.Go(func() { raw.HandleRequestStream(stream) })
+			continue
+		}
+		select {
+		case early <- struct{}{}:
+			wg.Go(func() {
+				defer func() { <-early }()
+				raw.HandleRequestStream(stream)
+			})
+		default:
+			cancelStream(stream, http3.ErrCodeRequestRejected)
+		}
 	}
 }
 
@@ -212,13 +239,17 @@ type handler struct {
 	incoming chan *quic.ReceiveStream
 	busy     atomic.Bool // the one session that a connection holds is asked for or there
 	granted  atomic.Bool // it is there
+	session  atomic.Pointer[Session]
 }
 
 func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch {
+	case r.Method == http.MethodConnect && (r.Proto == protoConnectUDP || r.Proto == protoConnect):
+		h.serveFlow(w, r)
+		return
 	case r.Method != http.MethodConnect || r.Proto != protoConnectIP:
 		refuse(w, &RefusedError{Status: http.StatusNotImplemented, Code: "not-implemented",
-			Text: "this gateway speaks CONNECT-IP (RFC 9484) only"})
+			Text: "this gateway speaks CONNECT-IP (RFC 9484), CONNECT and CONNECT-UDP (RFC 9298) only"})
 		return
 	case r.URL.Path != pathConnectIP:
 		refuse(w, &RefusedError{Status: http.StatusNotFound, Code: "not-found",
@@ -277,6 +308,7 @@ func (h *handler) serve(w http.ResponseWriter, r *http.Request) error {
 		conn: h.conn, control: &control{requestStream: stream}, grant: grant, queues: cfg.Queues, maxMTU: cfg.MTU,
 		drops: cfg.Drops, log: cfg.Log, incoming: h.incoming, leave: h.server.leave(),
 	})
+	h.session.Store(session)
 	h.server.track(session, true)
 	defer h.server.track(session, false)
 	defer session.Close("")

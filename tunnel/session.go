@@ -50,8 +50,12 @@ type Session struct {
 	peer    Fingerprint
 	own     bool // the peer is a quicvpn peer too
 	client  bool // this end is the client
-	drops   *packet.Drops
-	log     *slog.Logger
+
+	requests *http3.RawClientConn // of the client's end: opens flows
+	udpFlows sync.Map             // of *UDPFlow, by quarter stream ID, if we read the datagrams
+
+	drops *packet.Drops
+	log   *slog.Logger
 
 	prefix    []byte // of every datagram: quarter stream ID if we write it, context ID
 	path      pathMTU
@@ -79,7 +83,7 @@ type sessionConfig struct {
 	log      *slog.Logger
 	incoming chan *quic.ReceiveStream
 	onClose  func()
-	client   bool
+	requests *http3.RawClientConn
 	leave    func(Fingerprint) error
 }
 
@@ -88,7 +92,8 @@ func newSession(c sessionConfig) *Session {
 		conn: c.conn, control: c.control, grant: c.grant,
 		peer:     peerFingerprint(c.conn),
 		own:      isOwn(c.conn),
-		client:   c.client,
+		client:   c.requests != nil,
+		requests: c.requests,
 		drops:    c.drops,
 		log:      c.log,
 		incoming: c.incoming,

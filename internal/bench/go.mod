@@ -11,6 +11,7 @@ require (
 )
 
 require (
+	github.com/dunglas/httpsfv v1.1.1 // indirect
 	github.com/quic-go/qpack v0.6.0 // indirect
 	github.com/quic-go/quic-go v0.65.0 // indirect
 	github.com/vishvananda/netns v0.0.5 // indirect
