@@ -26,12 +26,14 @@ type Link struct {
 	out wayOut
 	c   *connector
 
-	changed chan struct{}           // receives a value when the way to the gateway may have
-	news    chan struct{}           // receives a value when Status has changed
-	leaving atomic.Bool             // the membership is being given up: no session may open
-	current atomic.Pointer[session] // nil while there is none
+	changed  chan struct{}           // receives a value when the way to the gateway may have
+	news     chan struct{}           // receives a value when Status has changed
+	leaving  atomic.Bool             // the membership is being given up: no session may open
+	current  atomic.Pointer[session] // nil while there is none
+	answered reached
 
 	mu       sync.Mutex         // guards what follows
+	up       chan struct{}      // closed while there is a session
 	end      context.CancelFunc // of Run
 	gateways []netip.AddrPort
 	adopted  time.Time // when the session in use was
@@ -53,6 +55,9 @@ type session interface {
 	Send(queue int, pkts []packet.Packet, errs tunnel.Sink)
 	Receive(sink tunnel.Sink) error
 	LastReceived() (at time.Time, waiting bool)
+	DialTCP(ctx context.Context, address string) (*tunnel.Flow, error)
+	OpenTCP(ctx context.Context, address string) (*tunnel.Flow, error)
+	DialUDP(ctx context.Context, address string) (*tunnel.UDPFlow, error)
 	Leave(ctx context.Context) error
 	Close(reason string) error
 }
@@ -105,7 +110,7 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	if out.dial == nil {
 		out.dial = quicDialer(cfg, out)
 	}
-	l := &Link{cfg: cfg, out: out, changed: make(chan struct{}, 1), news: make(chan struct{}, 1)}
+	l := &Link{cfg: cfg, out: out, changed: make(chan struct{}, 1), news: make(chan struct{}, 1), up: make(chan struct{})}
 	l.status.Since = time.Now()
 	l.c = &connector{
 		host: host, port: port, hint: out.hint,
@@ -283,7 +288,11 @@ func (l *Link) adopt(s session) tunnel.Sink {
 		l.status = LinkStatus{Gateway: s.Remote(), Since: l.adopted}
 	})
 	sink := l.cfg.Connected(grant)
-	l.current.Store(&s)
+	l.set(func() {
+		if l.current.Swap(&s) == nil {
+			close(l.up)
+		}
+	})
 	kick(l.news)
 	return sink
 }
@@ -307,8 +316,9 @@ func (l *Link) release(s session) {
 	if p == nil || *p != s {
 		return
 	}
-	l.current.Store(nil)
 	l.set(func() {
+		l.current.Store(nil)
+		l.up = make(chan struct{})
 		l.mtu, l.peers = 0, nil
 		l.status.Gateway, l.status.Since = netip.AddrPort{}, time.Now()
 	})

@@ -41,6 +41,8 @@ type toyGrant struct {
 
 // toySession is the client's end.
 type toySession struct {
+	session // what is not called
+
 	conn    net.Conn
 	remote  netip.AddrPort
 	grant   tunnel.Grant

@@ -17,6 +17,8 @@ import (
 
 // fakeSession is a session that does what the test says.
 type fakeSession struct {
+	session // what is not called
+
 	remote  netip.AddrPort
 	changed chan struct{}
 	others  chan struct{} // PeersChanged
