@@ -121,7 +121,7 @@ func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func())
 	grant.Announced = slices.DeleteFunc(grant.Announced, func(p netip.Prefix) bool { return !slices.Contains(d.Announce, p) })
 	return newSession(sessionConfig{
 		conn: conn, control: &control{requestStream: stream}, grant: grant, queues: d.Queues, maxMTU: d.MTU,
-		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: release, requests: client,
+		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: release, requests: client.ClientConn,
 	}), nil
 }
 

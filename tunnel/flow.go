@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/url"
@@ -17,6 +18,8 @@ import (
 
 	"github.com/quic-go/quic-go"
 	"github.com/quic-go/quic-go/http3"
+
+	"github.com/quicvpn/quicvpn/internal/packet"
 )
 
 // protoConnect is what net/http calls the protocol of a plain CONNECT.
@@ -55,13 +58,24 @@ type flowAddr struct{ network, address string }
 func (a flowAddr) Network() string { return a.network }
 func (a flowAddr) String() string  { return a.address }
 
-// ErrNoFlows is what a peer that carries packets alone does not open.
-var ErrNoFlows = errors.New("this end of the session opens no flows")
+// ErrNoFlows is what a gateway's end of a session returns: clients open flows.
+var ErrNoFlows = errors.New("the gateway's end of a session opens no flows")
+
+// flows opens flows on one connection.
+type flows struct {
+	conn   *quic.Conn
+	client *http3.ClientConn
+	// authority and header go with every request that does not name a host.
+	authority string
+	header    http.Header
+	session   *Session // that reads and writes the datagrams; nil where HTTP/3 does
+	drops     *packet.Drops
+}
 
 // DialTCP has the gateway connect to address, "host:port", and waits for the
 // outcome. A name is resolved by the gateway. Where the gateway does not connect the
 // error is a *DialError.
-func (s *Session) DialTCP(ctx context.Context, address string) (*Flow, error) {
+func (s *flows) DialTCP(ctx context.Context, address string) (*Flow, error) {
 	f, err := s.OpenTCP(ctx, address)
 	if err != nil {
 		return nil, err
@@ -80,11 +94,13 @@ func (s *Session) DialTCP(ctx context.Context, address string) (*Flow, error) {
 
 // OpenTCP is DialTCP without the wait: what is written goes to the gateway at once,
 // behind the request. How the dial ended the first Read tells, or a Write.
-func (s *Session) OpenTCP(ctx context.Context, address string) (*Flow, error) {
+func (s *flows) OpenTCP(ctx context.Context, address string) (*Flow, error) {
 	if _, _, err := splitAddress(address); err != nil {
 		return nil, err
 	}
-	stream, err := s.request(ctx, &http.Request{Method: http.MethodConnect, Host: address, URL: &url.URL{Host: address}})
+	stream, err := s.request(ctx, &http.Request{
+		Method: http.MethodConnect, Host: address, URL: &url.URL{Host: address}, Header: make(http.Header),
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -92,15 +108,18 @@ func (s *Session) OpenTCP(ctx context.Context, address string) (*Flow, error) {
 }
 
 // request opens a stream and sends a request on it.
-func (s *Session) request(ctx context.Context, r *http.Request) (*http3.RequestStream, error) {
-	if s.requests == nil {
+func (s *flows) request(ctx context.Context, r *http.Request) (*http3.RequestStream, error) {
+	if s == nil {
 		return nil, ErrNoFlows
 	}
-	stream, err := s.requests.OpenRequestStream(ctx)
+	maps.Copy(r.Header, s.header)
+	stream, err := s.client.OpenRequestStream(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("open a request: %w", s.lost(ctx, err))
 	}
-	s.heard.sentNow()
+	if s.session != nil {
+		s.session.heard.sentNow()
+	}
 	if err := stream.SendRequestHeader(r.WithContext(ctx)); err != nil {
 		cancelStream(stream, http3.ErrCodeRequestCanceled)
 		return nil, fmt.Errorf("send a request: %w", s.lost(ctx, err))
@@ -109,9 +128,9 @@ func (s *Session) request(ctx context.Context, r *http.Request) (*http3.RequestS
 }
 
 // lost makes an error of a connection that is over one that a lost network gives.
-func (s *Session) lost(ctx context.Context, err error) error {
+func (s *flows) lost(ctx context.Context, err error) error {
 	if ctx.Err() == nil && s.conn.Context().Err() != nil {
-		return errors.Join(syscall.ENETDOWN, err)
+		return fmt.Errorf("%w: %w", syscall.ENETDOWN, err)
 	}
 	return err
 }

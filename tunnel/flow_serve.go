@@ -79,7 +79,11 @@ func (s *Session) serveTCP(stream *http3.Stream, upstream net.Conn, address stri
 
 // serveUDP passes datagrams until one side has ended.
 func (s *Session) serveUDP(stream *http3.Stream, upstream net.Conn, address string) {
-	flow := s.newUDPFlow(stream, address)
+	on := &flows{conn: s.conn, drops: s.drops}
+	if s.own {
+		on.session = s
+	}
+	flow := newUDPFlow(stream, flowAddr{"udp", address}, on)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)

@@ -42,8 +42,10 @@ const (
 // datagram of the path go reliably, on the flow's stream; so what is longer than the
 // path carries is only as good for real time as the path is free of loss.
 type UDPFlow struct {
-	session *Session
+	conn    *quic.Conn
+	session *Session // that reads and writes the datagrams; nil where HTTP/3 does
 	stream  udpStream
+	drops   *packet.Drops
 	prefix  []byte // of every datagram: quarter stream ID if we write it, context ID
 	remote  flowAddr
 	arrived chan []byte
@@ -66,17 +68,20 @@ type udpStream interface {
 // DialUDP has the gateway open a UDP socket for address, "host:port", and waits for
 // the outcome. A name is resolved by the gateway. Where the gateway does not open one
 // the error is a *DialError.
-func (s *Session) DialUDP(ctx context.Context, address string) (*UDPFlow, error) {
+func (s *flows) DialUDP(ctx context.Context, address string) (*UDPFlow, error) {
 	host, port, err := splitAddress(address)
 	if err != nil {
 		return nil, err
 	}
+	if err := s.awaitSettings(ctx); err != nil {
+		return nil, err
+	}
 	path := pathConnectUDP + host + "/" + strconv.Itoa(int(port)) + "/"
 	stream, err := s.request(ctx, &http.Request{
-		Method: http.MethodConnect, Proto: protoConnectUDP, Host: serverName,
+		Method: http.MethodConnect, Proto: protoConnectUDP, Host: s.authority,
 		Header: http.Header{http3.CapsuleProtocolHeader: {"?1"}},
 		URL: &url.URL{
-			Scheme: "https", Host: serverName, Path: path,
+			Scheme: "https", Host: s.authority, Path: path,
 			RawPath: strings.ReplaceAll(path, ":", "%3A"),
 		},
 	})
@@ -97,15 +102,33 @@ func (s *Session) DialUDP(ctx context.Context, address string) (*UDPFlow, error)
 		cancelStream(stream, http3.ErrCodeRequestCanceled)
 		return nil, err
 	}
-	return s.newUDPFlow(stream, address), nil
+	return newUDPFlow(stream, flowAddr{"udp", address}, s), nil
 }
 
-func (s *Session) newUDPFlow(stream udpStream, address string) *UDPFlow {
+// awaitSettings waits for what extended CONNECT needs (RFC 9220, section 3).
+func (s *flows) awaitSettings(ctx context.Context) error {
+	if s == nil {
+		return ErrNoFlows
+	}
+	select {
+	case <-s.client.ReceivedSettings():
+	case <-ctx.Done():
+		return fmt.Errorf("wait for the settings of the other end: %w", context.Cause(ctx))
+	case <-s.conn.Context().Done():
+		return s.lost(ctx, context.Cause(s.conn.Context()))
+	}
+	if settings := s.client.Settings(); !settings.EnableExtendedConnect || s.session == nil && !settings.EnableDatagrams {
+		return fmt.Errorf("%w: the proxy does not carry UDP (RFC 9298)", syscall.EOPNOTSUPP)
+	}
+	return nil
+}
+
+func newUDPFlow(stream udpStream, remote flowAddr, on *flows) *UDPFlow {
 	f := &UDPFlow{
-		session: s, stream: stream, remote: flowAddr{"udp", address},
+		conn: on.conn, session: on.session, drops: on.drops, stream: stream, remote: remote,
 		arrived: make(chan []byte, udpQueue), ended: make(chan struct{}),
 	}
-	if s.own {
+	if s := f.session; s != nil {
 		f.prefix = quicvarint.Append(nil, uint64(stream.StreamID()/4))
 		s.udpFlows.Store(uint64(stream.StreamID()/4), f)
 	} else {
@@ -129,13 +152,13 @@ func (s *Session) toUDPFlow(quarter uint64, b []byte) {
 func (f *UDPFlow) deliver(b []byte) {
 	id, n, err := quicvarint.Parse(b)
 	if err != nil || id != 0 || len(b)-n > maxUDP {
-		f.session.drops.Add(packet.DropMalformed, 1)
+		f.drops.Add(packet.DropMalformed, 1)
 		return
 	}
 	select {
 	case f.arrived <- b[n:]:
 	default:
-		f.session.drops.Add(packet.DropQueueFull, 1)
+		f.drops.Add(packet.DropQueueFull, 1)
 	}
 }
 
@@ -179,7 +202,9 @@ func (f *UDPFlow) end(err error) {
 	f.ending.Do(func() {
 		f.why = err
 		close(f.ended)
-		f.session.udpFlows.Delete(uint64(f.stream.StreamID() / 4))
+		if f.session != nil {
+			f.session.udpFlows.Delete(uint64(f.stream.StreamID() / 4))
+		}
 		f.stream.CancelRead(quic.StreamErrorCode(http3.ErrCodeNoError))
 		f.stream.Close()
 	})
@@ -217,32 +242,25 @@ func (f *UDPFlow) Write(b []byte) (int, error) {
 		return 0, f.why
 	default:
 	}
-	s := f.session
-	s.heard.sentNow()
-	switch {
-	case len(b) > maxUDP:
+	if len(b) > maxUDP {
 		return 0, syscall.EMSGSIZE
-	case len(b)+f.overhead() > s.MTU()+s.datagramOverhead():
-		return f.writeCapsule(b)
-	case s.own:
-		s.queueDatagram(f.prefix, b)
-	default:
-		err := f.stream.SendDatagram(append(bytes.Clone(f.prefix), b...))
-		if _, ok := errors.AsType[*quic.DatagramTooLargeError](err); ok {
+	}
+	if s := f.session; s != nil {
+		s.heard.sentNow()
+		if len(f.prefix)+len(b) > s.MTU()+s.datagramOverhead() {
 			return f.writeCapsule(b)
 		}
-		if err != nil {
-			return 0, flowError(err)
-		}
+		s.queueDatagram(f.prefix, b)
+		return len(b), nil
+	}
+	err := f.stream.SendDatagram(append(bytes.Clone(f.prefix), b...))
+	if _, ok := errors.AsType[*quic.DatagramTooLargeError](err); ok {
+		return f.writeCapsule(b)
+	}
+	if err != nil {
+		return 0, flowError(err)
 	}
 	return len(b), nil
-}
-
-func (f *UDPFlow) overhead() int {
-	if f.session.own {
-		return len(f.prefix)
-	}
-	return quicvarint.Len(uint64(f.stream.StreamID()/4)) + len(f.prefix)
 }
 
 func (f *UDPFlow) writeCapsule(b []byte) (int, error) {
@@ -258,7 +276,7 @@ func (f *UDPFlow) writeCapsule(b []byte) (int, error) {
 }
 
 // LocalAddr is the session's; RemoteAddr is the address that was asked for.
-func (f *UDPFlow) LocalAddr() net.Addr  { return f.session.conn.LocalAddr() }
+func (f *UDPFlow) LocalAddr() net.Addr  { return f.conn.LocalAddr() }
 func (f *UDPFlow) RemoteAddr() net.Addr { return f.remote }
 
 func (f *UDPFlow) SetDeadline(t time.Time) error {

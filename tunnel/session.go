@@ -51,8 +51,8 @@ type Session struct {
 	own     bool // the peer is a quicvpn peer too
 	client  bool // this end is the client
 
-	requests *http3.RawClientConn // of the client's end: opens flows
-	udpFlows sync.Map             // of *UDPFlow, by quarter stream ID, if we read the datagrams
+	*flows            // of the client's end; nil at the server
+	udpFlows sync.Map // of *UDPFlow, by quarter stream ID, if we read the datagrams
 
 	drops *packet.Drops
 	log   *slog.Logger
@@ -83,7 +83,7 @@ type sessionConfig struct {
 	log      *slog.Logger
 	incoming chan *quic.ReceiveStream
 	onClose  func()
-	requests *http3.RawClientConn
+	requests *http3.ClientConn // of the client
 	leave    func(Fingerprint) error
 }
 
@@ -93,12 +93,17 @@ func newSession(c sessionConfig) *Session {
 		peer:     peerFingerprint(c.conn),
 		own:      isOwn(c.conn),
 		client:   c.requests != nil,
-		requests: c.requests,
 		drops:    c.drops,
 		log:      c.log,
 		incoming: c.incoming,
 		onClose:  c.onClose,
 		leave:    c.leave,
+	}
+	if s.client {
+		s.flows = &flows{conn: c.conn, client: c.requests, authority: serverName, drops: c.drops}
+		if s.own {
+			s.flows.session = s
+		}
 	}
 	s.peers.init(c.grant.Peers)
 	if s.own {
