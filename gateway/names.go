@@ -81,7 +81,7 @@ func openNames(cfg namesConfig) (*names, error) {
 	if err != nil {
 		return nil, err
 	}
-	n.stack, err = netstack.New(netstack.Config{MTU: minMTU, Admit: n.admit, Serve: n.serve, Output: n.output})
+	n.stack, err = netstack.New(netstack.Config{MTU: minMTU, Admit: n.admit, Serve: n.serve, Output: n.output, Drops: cfg.router.cfg.drops})
 	if err != nil {
 		return nil, err
 	}
@@ -141,7 +141,7 @@ func (n *names) take(p *port, queue int, pkt *packet.Packet, h packet.Header) bo
 	if h.Proto == packet.UDP {
 		n.query(p, queue, pkt, h)
 	} else {
-		n.stack.Input(*pkt)
+		n.stack.Input([]packet.Packet{*pkt})
 	}
 	return true
 }
@@ -215,16 +215,18 @@ func (n *names) serve(conn net.Conn) { n.forwarder.ServeStream(n.ctx, conn) }
 
 // output takes what the TCP sends. All of it goes by one queue, so that it stays
 // in order.
-func (n *names) output(pkt packet.Packet) {
-	h, err := packet.Parse(pkt.Data)
-	if err != nil {
-		n.router.cfg.drops.Add(packet.DropMalformed, 1)
-		return
+func (n *names) output(pkts []packet.Packet) {
+	for i := range pkts {
+		h, err := packet.Parse(pkts[i].Data)
+		if err != nil {
+			n.router.cfg.drops.Add(packet.DropMalformed, 1)
+			continue
+		}
+		p := n.router.lookup(h.Dst)
+		if p == nil {
+			n.router.cfg.drops.Add(packet.DropNoSession, 1)
+			continue
+		}
+		p.session.Send(0, pkts[i:i+1], nil)
 	}
-	p := n.router.lookup(h.Dst)
-	if p == nil {
-		n.router.cfg.drops.Add(packet.DropNoSession, 1)
-		return
-	}
-	p.session.Send(0, []packet.Packet{pkt}, nil)
 }

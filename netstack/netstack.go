@@ -1,10 +1,21 @@
-// Package netstack ends TCP connections that come as packets, whatever address
-// they are for, in a TCP of its own (gVisor's). So what a peer sends meets no
-// socket, no address and no firewall of the host.
+// Package netstack ends TCP connections that come as packets in a TCP of its own
+// (gVisor's), whatever address they are for, and carries each on by a connection
+// that its user dials. So what an app sends meets no socket, no address and no
+// firewall of the host. It also listens, for TCP and UDP, on addresses that are
+// the stack's own.
 //
-// It bounds how long somebody may hold a connection half open or half closed;
-// what happens in between is its users' to bound. It knows nothing of sessions
-// and devices: packets come by Stack.Input and leave by Config.Output.
+// The path of a connection, called a flow:
+//
+//  1. Takes tells whose a packet is, and Input takes those that are the stack's
+//  2. a SYN has Config.Dial called, within limits; nothing is answered yet
+//  3. a connection from Dial gets the SYN answered, an error the app told
+//  4. relay.Relay passes both directions, with half-close, reset and back-pressure
+//  5. what is left is over within seconds; the addresses are free again
+//
+// It bounds how long somebody may hold a connection half open or half closed, and
+// what it may keep of it; what happens in between is its users' to bound. It knows
+// nothing of sessions and devices: packets come by Stack.Input and leave by
+// Config.Output.
 package netstack
 
 import (
@@ -15,68 +26,106 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"time"
 
-	"gvisor.dev/gvisor/pkg/buffer"
 	"gvisor.dev/gvisor/pkg/tcpip"
-	"gvisor.dev/gvisor/pkg/tcpip/adapters/gonet"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
-	"gvisor.dev/gvisor/pkg/tcpip/link/channel"
 	"gvisor.dev/gvisor/pkg/tcpip/network/ipv4"
 	"gvisor.dev/gvisor/pkg/tcpip/network/ipv6"
 	"gvisor.dev/gvisor/pkg/tcpip/stack"
 	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
-	"gvisor.dev/gvisor/pkg/waiter"
+	"gvisor.dev/gvisor/pkg/tcpip/transport/udp"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
 
-// A Config says what becomes of connections. All of it is required.
+// A Config says what becomes of connections.
 type Config struct {
-	// MTU is the largest packet that leaves.
+	// MTU is the largest single packet that leaves, 1280 at least. Required.
 	MTU int
-	// Admit is asked about each connection before its handshake, and release is
-	// called when nothing of it is left. A connection that is not admitted is
-	// refused. Admit must not block.
-	Admit func(from netip.Addr) (release func(), ok bool)
-	// Serve owns a connection until it returns, and need not close it. Its local
-	// address is the one that the peer dialled.
+
+	// Output takes packets, which it borrows. Those of TCP may be super-packets, and
+	// have a partial checksum. It is called for several flows at the same time, and
+	// for each in order; it must not block, for all wait then. Required.
+	Output func([]packet.Packet)
+
+	// Dial opens the other side of a connection from an app to an address. The app is
+	// answered when it returns: by an accepted connection, or for an error
+	//
+	//	ENETUNREACH, EHOSTUNREACH, EACCES    by ICMP: network or host unreachable, prohibited
+	//	ETIMEDOUT, any with Timeout()        not at all, or, if it still asks, by RST
+	//	ECONNREFUSED, any other              by RST
+	//
+	// ctx is for dialling alone, and done after a minute or with the Stack. The
+	// connection is the Stack's, which passes both directions and closes it: see
+	// relay.Relay for what methods it should have.
+	Dial func(ctx context.Context, from, to netip.AddrPort) (net.Conn, error)
+
+	// Serve, where Dial is nil, owns an accepted connection until it returns, and
+	// need not close it. Its LocalAddr is what the app dialled. It may have more
+	// methods, as a listener's has. Without both all connections are refused that are
+	// not for listeners.
 	Serve func(net.Conn)
-	// Output takes a packet, which it borrows. It is not called at the same time
-	// from several goroutines.
-	Output func(packet.Packet)
+
+	// Admit is asked about each connection for Dial or Serve when it begins, and
+	// release is called when nothing of it is left. A connection that is not admitted
+	// is refused by RST. Nil admits all. Admit must not block.
+	Admit func(from netip.Addr) (release func(), ok bool)
+
+	// Drops counts what is not taken; nil counts for nobody.
+	Drops *packet.Drops
 }
 
-// A Stack is a host that has every address.
+// A Stack is a host that has every address. It is safe for concurrent use.
 type Stack struct {
-	cfg   Config
-	stack *stack.Stack
-	link  *channel.Endpoint
-	end   context.CancelFunc // of output
+	cfg       Config
+	stack     *stack.Stack
+	link      *link
+	forwarder *tcp.Forwarder
+	flows     flows
+	errors    packet.Limiter // of ICMP
+	// own are the addresses of listeners.
+	own atomic.Pointer[map[netip.Addr]struct{}]
 	// handshake and linger are handshakeLimit and lingerLimit, but for tests.
 	handshake, linger time.Duration
+	began             time.Time // what deadlines count from
 
-	forwarder *tcp.Forwarder
+	ctx     context.Context // done with Close
+	end     context.CancelFunc
+	running sync.WaitGroup // goroutines
 
-	mu     sync.Mutex // guards what follows, and additions to conns
-	closed bool
-	// coming are the connections in their handshake, with what releases them.
-	coming map[stack.TransportEndpointID]func()
-	conns  sync.WaitGroup
-	out    sync.WaitGroup // output
+	mu      sync.Mutex // guards what follows, and additions to running and flows
+	closed  bool
+	coming  int                // flows that are not accepted yet
+	sources map[netip.Addr]int // the same, by source
 }
 
 const (
 	nic = 1
-	// queueLen is how many packets may wait for Output; TCP repeats the others.
-	queueLen = 512
-	// buffers is what a connection may keep in each direction.
-	buffers = 64 << 10
 
-	// handshakeLimit is how long a handshake may take, and lingerLimit how long
-	// the peer may take to acknowledge the last bytes and to close its side.
+	// startBuffer is what a connection may keep in each direction, maxBuffer what it may
+	// where its round trips and its speed need that.
+	startBuffer = 128 << 10
+	maxBuffer   = 4 << 20
+
+	// maxComing is how many connections may be dialled or in their handshake at a
+	// time, maxComingFrom how many of one source.
+	maxComing     = 8192
+	maxComingFrom = 2048
+
+	// dialLimit is how long Dial may take, handshakeLimit the handshake, and
+	// lingerLimit the peer to acknowledge the last bytes and to close its side.
+	dialLimit      = time.Minute
 	handshakeLimit = 10 * time.Second
 	lingerLimit    = 5 * time.Second
+
+	// A peer that is silent for keepIdle is asked whether it is there, and has
+	// keepCount times keepInterval to answer.
+	keepIdle     = 5 * time.Minute
+	keepInterval = 30 * time.Second
+	keepCount    = 4
+
 	// sweep is how often a Stack that ends aborts what is left: a connection that
 	// is just coming may not be known yet.
 	sweep = 10 * time.Millisecond
@@ -84,6 +133,17 @@ const (
 
 // New returns a Stack, which lives until Close.
 func New(cfg Config) (*Stack, error) {
+	switch {
+	case cfg.MTU < header.IPv6MinimumMTU || cfg.MTU > math.MaxUint16:
+		return nil, fmt.Errorf("netstack: MTU %d: choose one from %d to %d", cfg.MTU, header.IPv6MinimumMTU, math.MaxUint16)
+	case cfg.Output == nil:
+		return nil, errors.New("netstack: Output is not set")
+	case cfg.Dial != nil && cfg.Serve != nil:
+		return nil, errors.New("netstack: both Dial and Serve are set")
+	}
+	if cfg.Drops == nil {
+		cfg.Drops = new(packet.Drops)
+	}
 	s := &Stack{
 		cfg: cfg,
 		stack: stack.New(stack.Options{
@@ -91,33 +151,37 @@ func New(cfg Config) (*Stack, error) {
 				ipv4.NewProtocolWithOptions(ipv4.Options{AllowExternalLoopbackTraffic: true}),
 				ipv6.NewProtocolWithOptions(ipv6.Options{AllowExternalLoopbackTraffic: true}),
 			},
-			TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol},
+			TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol, udp.NewProtocol},
 		}),
-		link:      channel.New(queueLen, uint32(cfg.MTU), ""),
-		coming:    make(map[stack.TransportEndpointID]func()),
+		link:      &link{mtu: uint32(cfg.MTU), output: cfg.Output},
 		handshake: handshakeLimit, linger: lingerLimit,
+		began:   time.Now(),
+		sources: make(map[netip.Addr]int),
 	}
+	s.flows.init()
+	s.own.Store(&map[netip.Addr]struct{}{})
+	s.ctx, s.end = context.WithCancel(context.Background())
 	if err := s.setUp(); err != nil {
 		return nil, errors.Join(fmt.Errorf("set up a TCP: %w", err), s.Close())
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	s.end = cancel
-	s.out.Go(func() { s.output(ctx) })
 	return s, nil
 }
 
 func (s *Stack) setUp() error {
-	s.link.LinkEPCapabilities = stack.CapabilityRXChecksumOffload
-	sack := tcpip.TCPSACKEnabled(true)
+	sack, moderate := tcpip.TCPSACKEnabled(true), tcpip.TCPModerateReceiveBufferOption(true)
+	recovery, control := tcpip.TCPRACKLossDetection, tcpip.CongestionControlOption("cubic")
 	for _, err := range []tcpip.Error{
 		s.stack.CreateNIC(nic, s.link),
 		s.stack.SetPromiscuousMode(nic, true), // takes what is for any address
 		s.stack.SetSpoofing(nic, true),        // and answers from it
 		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &sack),
+		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &recovery),
+		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &control),
+		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &moderate),
 		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &tcpip.TCPReceiveBufferSizeRangeOption{
-			Min: tcp.MinBufferSize, Default: buffers, Max: buffers}),
+			Min: tcp.MinBufferSize, Default: startBuffer, Max: maxBuffer}),
 		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &tcpip.TCPSendBufferSizeRangeOption{
-			Min: tcp.MinBufferSize, Default: buffers, Max: buffers}),
+			Min: tcp.MinBufferSize, Default: startBuffer, Max: maxBuffer}),
 	} {
 		if err != nil {
 			return errors.New(err.String())
@@ -127,137 +191,23 @@ func (s *Stack) setUp() error {
 		{Destination: header.IPv4EmptySubnet, NIC: nic},
 		{Destination: header.IPv6EmptySubnet, NIC: nic},
 	})
-	// Admit bounds how many come at once.
-	s.forwarder = tcp.NewForwarder(s.stack, buffers, math.MaxInt, s.accept)
+	// How many may come at once is bounded before.
+	s.forwarder = tcp.NewForwarder(s.stack, startBuffer, math.MaxInt, s.accept)
 	s.stack.SetTransportProtocolHandler(tcp.ProtocolNumber, s.knock)
 	return nil
 }
 
-// Input takes a packet of TCP, which it borrows. Its checksum has been verified.
-func (s *Stack) Input(p packet.Packet) {
-	proto := header.IPv4ProtocolNumber
-	if p.Data[0]>>4 == 6 {
-		proto = header.IPv6ProtocolNumber
-	}
-	b := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: buffer.MakeWithData(p.Data)})
-	defer b.DecRef()
-	s.link.InjectInbound(proto, b)
-}
-
-// output hands out packets until ctx ends, and those that wait then.
-func (s *Stack) output(ctx context.Context) {
-	for {
-		b := s.link.ReadContext(ctx)
-		if b == nil {
-			b = s.link.Read()
-		}
-		if b == nil {
-			return
-		}
-		v := b.ToView()
-		s.cfg.Output(packet.Packet{Data: v.AsSlice()})
-		v.Release()
-		b.DecRef()
-	}
-}
-
-// knock takes a packet of no connection, and reports whether it has dealt with it:
-// gVisor resets the others. What is refused costs no goroutine, which matters in a
-// flood.
-func (s *Stack) knock(id stack.TransportEndpointID, b *stack.PacketBuffer) bool {
-	flags := header.TCP(b.TransportHeader().Slice()).Flags()
-	if flags&(header.TCPFlagSyn|header.TCPFlagAck) != header.TCPFlagSyn {
-		return false
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.closed || s.coming[id] != nil {
-		return true
-	}
-	from, _ := netip.AddrFromSlice(id.RemoteAddress.AsSlice())
-	release, ok := s.cfg.Admit(from)
-	if !ok {
-		return false
-	}
-	s.coming[id] = release
-	s.conns.Add(1)
-	if !s.forwarder.HandlePacket(id, b) { // else accept runs
-		delete(s.coming, id)
-		s.conns.Done()
-		release()
-		return false
-	}
-	return true
-}
-
-// accept takes a connection through its whole life.
-func (s *Stack) accept(r *tcp.ForwarderRequest) {
-	defer s.conns.Done()
-	id := r.ID()
-	s.mu.Lock()
-	defer s.coming[id]()
-	s.mu.Unlock()
-	proto := header.IPv4ProtocolNumber
-	if id.RemoteAddress.Len() != header.IPv4AddressSize {
-		proto = header.IPv6ProtocolNumber
-	}
-	limit := time.AfterFunc(s.handshake, func() {
-		if ep := s.stack.FindTransportEndpoint(proto, tcp.ProtocolNumber, id, nic); ep != nil {
-			ep.Abort()
-		}
-	})
-	var events waiter.Queue
-	ep, err := r.CreateEndpoint(&events)
-	limit.Stop()
-	r.Complete(err != nil)
-	s.mu.Lock()
-	delete(s.coming, id)
-	s.mu.Unlock()
-	if err != nil {
-		return
-	}
-	s.cfg.Serve(gonet.NewTCPConn(&events, ep))
-	s.hangUp(ep, &events)
-}
-
-// hangUp ends a connection, and returns when nothing of it is left. A peer that
-// does not take the last bytes, or does not close its side, does not keep it. Nor
-// does gVisor, which forgets that the peer has closed if it must repeat its FIN.
-func (s *Stack) hangUp(ep tcpip.Endpoint, events *waiter.Queue) {
-	changed, notify := waiter.NewChannelEntry(waiter.EventHUp)
-	events.EventRegister(&changed)
-	defer events.EventUnregister(&changed)
-	limit := time.NewTimer(s.linger)
-	defer limit.Stop()
-	ep.Close()
-	for isOpen(ep) {
-		select {
-		case <-notify:
-		case <-limit.C:
-			ep.Abort()
-		}
-	}
-	ep.Abort() // what would wait for late packets (RFC 9293, section 3.6.1)
-}
-
-// isOpen reports whether a peer has something to acknowledge or to close.
-func isOpen(ep tcpip.Endpoint) bool {
-	switch tcp.EndpointState(ep.State()) {
-	case tcp.StateClose, tcp.StateError, tcp.StateTimeWait:
-		return false
-	}
-	return true
-}
-
-// Close ends all connections and returns when they are over.
+// Close resets all connections, closes the listeners and returns when all is over.
+// Input does nothing then.
 func (s *Stack) Close() error {
 	s.mu.Lock()
 	s.closed = true
 	s.mu.Unlock()
+	s.end()
 	over := make(chan struct{})
 	go func() {
 		defer close(over)
-		s.conns.Wait()
+		s.running.Wait()
 	}()
 	for {
 		for _, ep := range s.stack.RegisteredEndpoints() {
@@ -265,11 +215,7 @@ func (s *Stack) Close() error {
 		}
 		select {
 		case <-over:
-			if s.end != nil {
-				s.end()
-			}
-			s.out.Wait()
-			s.link.Close()
+			s.link.closed.Store(true)
 			s.stack.Destroy()
 			return nil
 		case <-time.After(sweep):

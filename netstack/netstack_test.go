@@ -41,15 +41,25 @@ type lab struct {
 	ns     *netlab.NS
 	open   atomic.Int32 // connections that were admitted and not released
 	refuse atomic.Bool
-	seen   chan net.Addr // that connections were for
-	serve  func(net.Conn)
+	seen   chan net.Addr // that served connections were for
 }
 
 func echo(c net.Conn) { _, _ = io.Copy(c, c) } // until the peer has enough
 
 func newLab(t *testing.T, serve func(net.Conn), linger time.Duration) *lab {
 	t.Helper()
-	l := &lab{ns: netlab.New(t).NS("client"), seen: make(chan net.Addr, 1000), serve: serve}
+	seen := make(chan net.Addr, 1000)
+	l := newLabOf(t, Config{Serve: func(c net.Conn) {
+		seen <- c.LocalAddr()
+		serve(c)
+	}})
+	l.seen, l.linger = seen, linger
+	return l
+}
+
+func newLabOf(t *testing.T, cfg Config) *lab {
+	t.Helper()
+	l := &lab{ns: netlab.New(t).NS("client")}
 	var dev *tun.Device
 	if err := l.ns.Do(func() (err error) {
 		dev, err = tun.Open(tun.Config{Name: "tun0", Queues: 1, MTU: 1400, Drops: new(packet.Drops)})
@@ -84,11 +94,11 @@ func newLab(t *testing.T, serve func(net.Conn), linger time.Duration) *lab {
 		}
 	}
 	q := dev.Queues()[0]
-	l.start(t, func(p packet.Packet) {
+	cfg.Output = func(pkts []packet.Packet) {
 		// The device counts what it does not take.
-		_ = q.Write([]packet.Packet{p})
-	})
-	l.linger = linger
+		_ = q.Write(pkts)
+	}
+	l.start(t, cfg)
 	var reading sync.WaitGroup
 	reading.Go(func() {
 		pkts := make([]packet.Packet, 64)
@@ -97,11 +107,7 @@ func newLab(t *testing.T, serve func(net.Conn), linger time.Duration) *lab {
 			if err != nil {
 				return // closed
 			}
-			for _, p := range pkts[:n] {
-				if h, err := packet.Parse(p.Data); err == nil && h.Proto == packet.TCP {
-					l.Input(p)
-				}
-			}
+			l.Input(pkts[:n])
 		}
 	})
 	t.Cleanup(func() {
@@ -112,23 +118,18 @@ func newLab(t *testing.T, serve func(net.Conn), linger time.Duration) *lab {
 }
 
 // start makes the lab's Stack, and closes it before the device.
-func (l *lab) start(t *testing.T, output func(packet.Packet)) {
+func (l *lab) start(t *testing.T, cfg Config) {
 	t.Helper()
+	cfg.MTU = 1280
+	cfg.Admit = func(from netip.Addr) (func(), bool) {
+		if l.refuse.Load() {
+			return nil, false
+		}
+		l.open.Add(1)
+		return func() { l.open.Add(-1) }, true
+	}
 	var err error
-	l.Stack, err = New(Config{
-		MTU: 1280, Output: output,
-		Admit: func(from netip.Addr) (func(), bool) {
-			if l.refuse.Load() {
-				return nil, false
-			}
-			l.open.Add(1)
-			return func() { l.open.Add(-1) }, true
-		},
-		Serve: func(c net.Conn) {
-			l.seen <- c.LocalAddr()
-			l.serve(c)
-		},
-	})
+	l.Stack, err = New(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -195,14 +196,14 @@ func TestRefused(t *testing.T) {
 
 // What is refused in a flood costs nothing that stays.
 func TestRefusedFlood(t *testing.T) {
-	l := &lab{seen: make(chan net.Addr, 1)}
+	l := new(lab)
 	l.refuse.Store(true)
 	var answers atomic.Int32
-	l.start(t, func(packet.Packet) { answers.Add(1) })
+	l.start(t, Config{Serve: echo, Output: func(pkts []packet.Packet) { answers.Add(int32(len(pkts))) }})
 	before := runtime.NumGoroutine()
 	most := 0
 	for i := range 50_000 {
-		l.Input(packet.Packet{Data: syn(uint16(1000+i), "192.168.1.1")})
+		l.Input([]packet.Packet{{Data: syn(uint16(1000+i), "192.168.1.1"), Flags: packet.Verified}})
 		most = max(most, runtime.NumGoroutine()-before)
 	}
 	if most > 5 {
@@ -247,7 +248,7 @@ func TestClose(t *testing.T) {
 	if n, err := c.Read(make([]byte, 1)); err == nil {
 		t.Errorf("read %d bytes", n)
 	}
-	l.Input(packet.Packet{Data: syn(1, "192.168.1.1")}) // as may still come
+	l.Input([]packet.Packet{{Data: syn(1, "192.168.1.1"), Flags: packet.Verified}}) // as may still come
 }
 
 // syn returns the first packet of a connection from 10.91.0.5 or fd12::5.
@@ -277,18 +278,20 @@ func syn(port uint16, to string) []byte {
 func TestLimits(t *testing.T) {
 	for _, to := range []string{"192.168.1.1", "127.0.0.53", "fe80::1", "::1"} {
 		t.Run(to, func(t *testing.T) {
-			l := &lab{seen: make(chan net.Addr, 1)}
+			l := new(lab)
 			var answers atomic.Int32
-			l.start(t, func(p packet.Packet) {
-				h, err := packet.Parse(p.Data)
-				if err != nil || h.Src.String() != to || h.SrcPort != 53 {
-					t.Errorf("%v from %v: %v", h.Proto, h.Src, err)
+			l.start(t, Config{Serve: echo, Output: func(pkts []packet.Packet) {
+				for _, p := range pkts {
+					h, err := packet.Parse(p.Data)
+					if err != nil || h.Src.String() != to || h.SrcPort != 53 {
+						t.Errorf("%v from %v: %v", h.Proto, h.Src, err)
+					}
+					answers.Add(1)
 				}
-				answers.Add(1)
-			})
+			}})
 			l.handshake = 100 * time.Millisecond
 			for port := range uint16(20) {
-				l.Input(packet.Packet{Data: syn(1000+port, to), Flags: packet.Verified})
+				l.Input([]packet.Packet{{Data: syn(1000+port, to), Flags: packet.Verified}})
 			}
 			within(t, "handshake", func() bool { return l.open.Load() == 20 && answers.Load() == 20 })
 			within(t, "release", func() bool { return l.open.Load() == 0 })
@@ -299,7 +302,7 @@ func TestLimits(t *testing.T) {
 func TestLinger(t *testing.T) {
 	const linger = 100 * time.Millisecond
 	l := newLab(t, func(c net.Conn) {
-		if _, err := c.Write(make([]byte, buffers/2)); err != nil {
+		if _, err := c.Write(make([]byte, startBuffer/2)); err != nil {
 			t.Error(err)
 		}
 	}, linger)
@@ -317,20 +320,18 @@ func FuzzInput(f *testing.F) {
 		f.Add(syn(1000, to), uint8(0))
 		f.Add(syn(1000, to), uint8(packet.Verified))
 	}
-	s, err := New(Config{MTU: 1280, Output: func(p packet.Packet) {
-		if _, err := packet.Parse(p.Data); err != nil {
-			f.Errorf("left % x: %v", p.Data, err)
+	s, err := New(Config{MTU: 1280, Output: func(pkts []packet.Packet) {
+		for _, p := range pkts {
+			if _, err := packet.Parse(p.Data); err != nil {
+				f.Errorf("left % x: %v", p.Data, err)
+			}
 		}
-	}, Admit: func(netip.Addr) (func(), bool) { return func() {}, true }, Serve: echo})
+	}, Serve: echo})
 	if err != nil {
 		f.Fatal(err)
 	}
 	f.Cleanup(func() { s.Close() })
 	f.Fuzz(func(t *testing.T, b []byte, flags uint8) {
-		h, err := packet.Parse(b)
-		if err != nil || h.Proto != packet.TCP || !h.Plain() || h.Fragment {
-			return
-		}
-		s.Input(packet.Packet{Data: b, Flags: packet.Flags(flags)})
+		s.Input([]packet.Packet{{Data: b, Flags: packet.Flags(flags)}})
 	})
 }
