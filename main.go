@@ -199,6 +199,7 @@ func gatewayCommand(logs *logging) *cli.Command {
 			flag("interface", settings.Var(&cfg.Interface, "quicvpn-gw", settings.Interface), "`NAME` of the TUN device"),
 			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int(1, 256)), "`NUMBER` of queues of the TUN device, 1 to 256"),
 			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int(1280, 1500)), "largest packet in `BYTES`, 1280 to 1500"),
+			flag("congestion", settings.Var(&cfg.Congestion, "bbr", congestion), "`CONTROL` of how fast it sends: bbr, or newreno as quic-go has it"),
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 			flag("dns", settings.Append(&cfg.NameServers, nameServer), "`ADDRESS` of a name server, with or without a port, for clients whose own the gateway refuses; may be repeated; off refuses their queries too (default: those in /etc/resolv.conf)"),
 		}, logs.flags()...),
@@ -248,6 +249,7 @@ func sidecarCommand(logs *logging) *cli.Command {
 			flag("interface", settings.Var(&cfg.Interface, "quicvpn0", settings.Interface), "`NAME` of the TUN device"),
 			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int(1, 256)), "`NUMBER` of queues of the TUN device, 1 to 256"),
 			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int(1280, 1500)), "largest packet in `BYTES`, 1280 to 1500"),
+			flag("congestion", settings.Var(&cfg.Congestion, "bbr", congestion), "`CONTROL` of how fast it sends: bbr, or newreno as quic-go has it"),
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 			flag("kill-switch", settings.Var(&cfg.KillSwitch, cfg.KillSwitch.String(), killSwitch), "`WHEN` rules block what would leave beside the tunnel: on (until a graceful stop), keep (after it too) or off"),
 		}, logs.flags()...),
@@ -285,6 +287,7 @@ func driverCommand(logs *logging) *cli.Command {
 			stateDir(&cfg.StateDir, driverDir, "`DIR` for networks, their keys and tokens"),
 			flag("plugin-dir", settings.Var(&cfg.PluginDir, "/run/docker/plugins", settings.String), "`DIR` in which Docker looks for the driver's socket"),
 			flag("docker-socket", settings.Var(&cfg.DockerSocket, "/run/docker.sock", settings.String), "Docker's own `SOCKET`, which is asked after a start for networks that were removed meanwhile"),
+			flag("congestion", settings.Var(&cfg.Congestion, "bbr", congestion), "`CONTROL` of how fast it sends: bbr, or newreno as quic-go has it"),
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 		}, logs.flags()...),
 		Action: func(c *cli.Context) error {
@@ -309,6 +312,17 @@ func off(s string) (bool, error) {
 		return false, errors.New("must be one of on, off")
 	}
 	return s == "off", nil
+}
+
+// congestion reads the name of a congestion control.
+func congestion[T interface {
+	~string
+	Check() error
+}](s string) (T, error) {
+	if s == "" || T(s).Check() != nil {
+		return "", errors.New("must be one of bbr, newreno")
+	}
+	return T(s), nil
 }
 
 func killSwitch(s string) (sidecar.KillSwitch, error) {

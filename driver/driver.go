@@ -19,6 +19,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
+
+	"github.com/quicvpn/quicvpn/tunnel"
 )
 
 // A Config says how a driver runs.
@@ -34,6 +36,8 @@ type Config struct {
 	// DockerSocket is the engine's, which is asked after a start for networks
 	// that were removed meanwhile; empty means /run/docker.sock.
 	DockerSocket string
+	// Congestion decides how fast sessions send; empty means tunnel.BBR.
+	Congestion tunnel.Congestion
 	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
 	// badly.
 	DisableOffload bool

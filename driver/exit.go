@@ -66,9 +66,9 @@ func (n *network) makeExitLocked(r *exitRecord) (*exit, error) {
 	close(x.done)
 	cfg := sidecar.LinkConfig{
 		Token: t, Key: key, Queues: n.record.Queues, MTU: n.record.MTU,
-		DisableOffload: n.driver.cfg.DisableOffload,
-		Block:          true,
-		Drops:          &n.drops, Log: n.log,
+		Congestion: n.driver.cfg.Congestion, DisableOffload: n.driver.cfg.DisableOffload,
+		Block: true,
+		Drops: &n.drops, Log: n.log,
 		Connected: x.connected, Disconnected: x.disconnected, Changed: x.changed,
 	}
 	if r.Name == mainExit {

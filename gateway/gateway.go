@@ -35,6 +35,8 @@ type Config struct {
 	// MTU caps the tunnels' MTU, from 1280 to 1500; zero leaves it to each
 	// path.
 	MTU int
+	// Congestion decides how fast sessions send; empty means tunnel.BBR.
+	Congestion tunnel.Congestion
 	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
 	// badly.
 	DisableOffload bool
@@ -135,7 +137,7 @@ func newGateway(cfg Config) (_ *Gateway, err error) {
 	}
 	g.server, err = tunnel.Listen(tunnel.ServerConfig{
 		Listen: cfg.Listen, Key: g.state.Key(), Authorize: g.authorize, Serve: g.serve, Leave: g.leave,
-		Queues: cfg.Queues, MTU: cfg.MTU, DisableOffload: cfg.DisableOffload,
+		Queues: cfg.Queues, MTU: cfg.MTU, Congestion: cfg.Congestion, DisableOffload: cfg.DisableOffload,
 		Drops: &g.drops, Log: cfg.Log,
 	})
 	if err != nil {
@@ -304,7 +306,7 @@ func (g *Gateway) serve(_ context.Context, s *tunnel.Session) {
 	}
 	defer g.router.detach(p)
 	log := g.cfg.Log.With("client", c.Name, "key", c.ID, "network", c.Network)
-	here := []any{"addresses", p.addrs(), "from", s.Remote()}
+	here := []any{"addresses", p.addrs(), "from", s.Remote(), "congestion", s.Congestion()}
 	if c.Block4.IsValid() {
 		here = append(here, "block4", c.Block4, "block6", c.Block6)
 	}

@@ -107,7 +107,7 @@ func (c *connector) start(s session) *running {
 	c.remote = s.Remote()
 	c.mu.Unlock()
 	sink := c.adopt(s)
-	c.log.Info("connected", "gateway", s.Remote(), "mtu", s.MTU())
+	c.log.Info("connected", "gateway", s.Remote(), "mtu", s.MTU(), "congestion", s.Congestion())
 	go func() {
 		defer close(r.ended)
 		r.why = s.Receive(sink)

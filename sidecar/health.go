@@ -56,8 +56,8 @@ func CheckHealth(ctx context.Context, stateDir string, timeout time.Duration) (s
 	for range s.Gateway {
 		a := <-answers
 		if a.err == nil {
-			return fmt.Sprintf("the gateway answers through %s: %v after %v; network %s, connected since %s",
-				s.Interface, a.from, a.took.Round(10*time.Microsecond), s.Network, since), nil
+			return fmt.Sprintf("the gateway answers through %s: %v after %v; network %s, congestion control %s, connected since %s",
+				s.Interface, a.from, a.took.Round(10*time.Microsecond), s.Network, s.Congestion, since), nil
 		}
 		// What is not a timeout says more.
 		if failed == nil || errors.Is(failed, errUnanswered) {

@@ -48,6 +48,7 @@ type session interface {
 	Grant() tunnel.Grant
 	Remote() netip.AddrPort
 	RTT() time.Duration
+	Congestion() tunnel.Congestion
 	MTU() int
 	MTUChanged() <-chan struct{}
 	Peers() []netip.Prefix
@@ -89,6 +90,9 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	}
 	if err := checkMTU(cfg.MTU); err != nil {
 		return nil, err
+	}
+	if err := cfg.Congestion.Check(); err != nil {
+		return nil, refuse("Congestion", "%v", err)
 	}
 	if len(cfg.Announce) > maxAnnounce {
 		return nil, refuse("Announce", "%d prefixes: up to %d are possible", len(cfg.Announce), maxAnnounce)
@@ -142,6 +146,7 @@ func quicDialer(cfg LinkConfig, out wayOut) func(context.Context, netip.AddrPort
 		Drops:    cfg.Drops,
 		Log:      cfg.Log,
 
+		Congestion:     cfg.Congestion,
 		DisableOffload: cfg.DisableOffload,
 	}
 	return func(ctx context.Context, gateway netip.AddrPort) (session, error) {
@@ -285,7 +290,7 @@ func (l *Link) adopt(s session) tunnel.Sink {
 	l.set(func() {
 		l.adopted = time.Now()
 		l.mtu, l.peers = l.mtuLocked(s), slices.Clone(s.Peers())
-		l.status = LinkStatus{Gateway: s.Remote(), Since: l.adopted}
+		l.status = LinkStatus{Gateway: s.Remote(), Since: l.adopted, Congestion: s.Congestion()}
 	})
 	sink := l.cfg.Connected(grant)
 	l.set(func() {

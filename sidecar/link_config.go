@@ -26,6 +26,8 @@ type LinkConfig struct {
 	Queues int
 	// MTU caps the tunnel's, 1280 to 1500; zero leaves it to the path.
 	MTU int
+	// Congestion decides how fast sessions send; empty means tunnel.BBR.
+	Congestion tunnel.Congestion
 	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
 	// badly.
 	DisableOffload bool
@@ -63,6 +65,9 @@ type LinkStatus struct {
 	Gateway netip.AddrPort
 	// Since is when the session began, or since when there is none.
 	Since time.Time
+	// Congestion is what decides how fast the latest session sends; empty before
+	// the first.
+	Congestion tunnel.Congestion
 	// Err says, in words for people, why there is no session, or that the one in
 	// use has fallen silent. It is nil while all is well, and before the first
 	// attempt has failed.

@@ -81,6 +81,8 @@ type Config struct {
 	Queues int
 	// MTU caps the TUN device's, 1280 to 1500; zero leaves it to the path.
 	MTU int
+	// Congestion decides how fast sessions send; empty means tunnel.BBR.
+	Congestion tunnel.Congestion
 	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
 	// badly.
 	DisableOffload bool
@@ -139,6 +141,9 @@ func (s *Sidecar) configure() error {
 	}
 	if err := checkMTU(c.MTU); err != nil {
 		return err
+	}
+	if err := c.Congestion.Check(); err != nil {
+		return refuse("Congestion", "%v", err)
 	}
 	if c.KillSwitch < KillSwitchOn || c.KillSwitch > KillSwitchOff {
 		return refuse("KillSwitch", "%v: use KillSwitchOn, KillSwitchKeep or KillSwitchOff", c.KillSwitch)
@@ -201,6 +206,7 @@ func (s *Sidecar) link(n *network) (link *Link, err error) {
 		MTU:            s.cfg.MTU,
 		Drops:          &s.drops,
 		Log:            s.cfg.Log,
+		Congestion:     s.cfg.Congestion,
 		DisableOffload: s.cfg.DisableOffload,
 
 		Check:     n.check,

@@ -12,6 +12,8 @@ import (
 	"path/filepath"
 	"slices"
 	"time"
+
+	"github.com/quicvpn/quicvpn/tunnel"
 )
 
 // statusName is the file in the state directory that says how the sidecar is. It
@@ -27,6 +29,8 @@ type status struct {
 	Since     time.Time `json:"since"`
 	// Trouble is why there is no session, or that it has fallen silent.
 	Trouble string `json:"trouble,omitempty"`
+	// Congestion is what decides how fast the latest session sends.
+	Congestion tunnel.Congestion `json:"congestion,omitempty"`
 	// Network, Addresses and Gateway are those of the latest session: the
 	// network's name, the addresses of the interface, and the gateway's own in the
 	// network that can be asked from those.
@@ -37,7 +41,7 @@ type status struct {
 
 // status returns how the sidecar is.
 func (n *network) status(l LinkStatus) status {
-	s := status{Interface: n.cfg.Interface, Connected: l.Gateway.IsValid(), Since: l.Since.Round(time.Second)}
+	s := status{Interface: n.cfg.Interface, Connected: l.Gateway.IsValid(), Since: l.Since.Round(time.Second), Congestion: l.Congestion}
 	if l.Err != nil {
 		s.Trouble = l.Err.Error()
 	}

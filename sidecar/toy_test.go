@@ -96,10 +96,11 @@ func dialToy(ctx context.Context, gateway netip.AddrPort) (session, error) {
 	}
 }
 
-func (s *toySession) Grant() tunnel.Grant         { return s.grant }
-func (s *toySession) Remote() netip.AddrPort      { return s.remote }
-func (s *toySession) RTT() time.Duration          { return time.Millisecond }
-func (s *toySession) MTUChanged() <-chan struct{} { return s.changed }
+func (s *toySession) Grant() tunnel.Grant           { return s.grant }
+func (s *toySession) Remote() netip.AddrPort        { return s.remote }
+func (s *toySession) RTT() time.Duration            { return time.Millisecond }
+func (s *toySession) Congestion() tunnel.Congestion { return tunnel.BBR }
+func (s *toySession) MTUChanged() <-chan struct{}   { return s.changed }
 
 func (s *toySession) Peers() []netip.Prefix         { return s.grant.Peers }
 func (s *toySession) PeersChanged() <-chan struct{} { return nil }

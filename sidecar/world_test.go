@@ -46,6 +46,7 @@ func newFakeSession(remote netip.AddrPort) *fakeSession {
 func (s *fakeSession) Grant() tunnel.Grant             { return tunnel.Grant{} }
 func (s *fakeSession) Remote() netip.AddrPort          { return s.remote }
 func (s *fakeSession) RTT() time.Duration              { return 20 * time.Millisecond }
+func (s *fakeSession) Congestion() tunnel.Congestion   { return tunnel.BBR }
 func (s *fakeSession) MTUChanged() <-chan struct{}     { return s.changed }
 func (s *fakeSession) Peers() []netip.Prefix           { s.mu.Lock(); defer s.mu.Unlock(); return s.peers }
 func (s *fakeSession) PeersChanged() <-chan struct{}   { return s.others }

@@ -40,6 +40,8 @@ type Dialer struct {
 	Queues int
 	// MTU caps the tunnel's MTU; zero leaves it to the path.
 	MTU int
+	// Congestion decides how fast sessions send.
+	Congestion Congestion
 	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
 	// badly.
 	DisableOffload bool
@@ -57,11 +59,14 @@ type Dialer struct {
 
 // Dial opens a session and returns it with its grant.
 func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, error) {
+	if err := d.Congestion.Check(); err != nil {
+		return nil, fmt.Errorf("congestion control %w", err)
+	}
 	a, err := d.handshake(ctx, gateway)
 	if err != nil {
 		return nil, err
 	}
-	s, err := d.connectIP(ctx, a.conn, a.release)
+	s, err := d.connectIP(ctx, a)
 	if err != nil {
 		a.close()
 		return nil, err
@@ -71,7 +76,8 @@ func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, er
 }
 
 // connectIP asks for a tunnel (RFC 9484, section 4) and waits for the grant.
-func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func()) (*Session, error) {
+func (d *Dialer) connectIP(ctx context.Context, a *attempt) (*Session, error) {
+	conn := a.conn
 	own := isOwn(conn)
 	transport := &http3.Transport{EnableDatagrams: !own, MaxResponseHeaderBytes: maxHeaderBytes, DisableCompression: true}
 	if own {
@@ -121,7 +127,7 @@ func (d *Dialer) connectIP(ctx context.Context, conn *quic.Conn, release func())
 	grant.Announced = slices.DeleteFunc(grant.Announced, func(p netip.Prefix) bool { return !slices.Contains(d.Announce, p) })
 	return newSession(sessionConfig{
 		conn: conn, control: &control{requestStream: stream}, grant: grant, queues: d.Queues, maxMTU: d.MTU,
-		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: release, requests: client.ClientConn,
+		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: a.release, requests: client.ClientConn, steering: a.steering,
 	}), nil
 }
 

@@ -14,6 +14,8 @@ import (
 	"github.com/quic-go/quic-go"
 	"github.com/quic-go/quic-go/http3"
 	"golang.org/x/sys/unix"
+
+	"github.com/quicvpn/quicvpn/tunnel/internal/congestion/install"
 )
 
 // fallbackDelay is how long a handshake waits for an answer before smaller
@@ -151,9 +153,12 @@ func isTimeout(err error) bool {
 
 // An attempt is a handshake with packets of one size on a socket of its own.
 type attempt struct {
-	size    int
-	conn    *quic.Conn
-	err     error
+	size int
+	conn *quic.Conn
+	err  error
+
+	steering *install.Handle // of its congestion control
+
 	lost    error                   // why packets were lost, where the kernel said so
 	release func()                  // closes the socket
 	session atomic.Pointer[Session] // that came of it
@@ -216,14 +221,19 @@ func (d *Dialer) attempt(ctx context.Context, gateway netip.AddrPort, size int, 
 		transport.Close()
 		sock.Close()
 	}
-	a.conn, err = transport.Dial(ctx, net.UDPAddrFromAddrPort(gateway), tlsConf, quicConfig(size))
+	conf := quicConfig(size)
+	conf.Tracer = d.Congestion.tracer()
+	began := time.Now()
+	a.conn, err = transport.Dial(ctx, net.UDPAddrFromAddrPort(gateway), tlsConf, conf)
 	if err != nil {
 		a.release()
 		a.err = fmt.Errorf("connect to gateway %v: %w", gateway, handshakeError(err))
 		if a.lost = sock.Stats().LastError; a.lost != nil && isTimeout(err) {
 			a.err = fmt.Errorf("%w (packets were lost: %w)", a.err, a.lost)
 		}
+		return a
 	}
+	a.steering = d.Congestion.steer(a.conn, install.Options{RTT: time.Since(began)}, log)
 	return a
 }
 

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
+	"github.com/quicvpn/quicvpn/tunnel/internal/congestion/install"
 )
 
 // A Join is a client's wish to join, authenticated by its TLS key.
@@ -67,6 +68,8 @@ type ServerConfig struct {
 	Queues int
 	// MTU caps the tunnels' MTU; zero leaves it to the path.
 	MTU int
+	// Congestion decides how fast sessions send.
+	Congestion Congestion
 	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
 	// badly.
 	DisableOffload bool
@@ -113,6 +116,9 @@ func Listen(cfg ServerConfig) (*Server, error) {
 	if cfg.Now == nil {
 		cfg.Now = time.Now
 	}
+	if err := cfg.Congestion.Check(); err != nil {
+		return nil, fmt.Errorf("congestion control %w", err)
+	}
 	cfg.Log = orDiscard(cfg.Log)
 	cfg.Drops = orNew(cfg.Drops)
 	reset, token, err := resetKeys(cfg.Key)
@@ -132,9 +138,11 @@ func Listen(cfg ServerConfig) (*Server, error) {
 		Conn: sizingSocket{s.sock, &s.sizes}, StatelessResetKey: &reset, TokenGeneratorKey: &token,
 		VerifySourceAddress: func(net.Addr) bool { return !limit.Allow() },
 	}
-	conf := serverConfig(minPacketSize)
+	conf := s.quicConfig(minPacketSize)
 	conf.GetConfigForClient = func(info *quic.ClientInfo) (*quic.Config, error) {
-		return serverConfig(s.sizes.of(addrPort(info.RemoteAddr))), nil
+		conf := s.quicConfig(s.sizes.of(addrPort(info.RemoteAddr)))
+		windows.admit(conf)
+		return conf, nil
 	}
 	s.listener, err = s.transport.Listen(serverTLS(cfg.Key, cfg.Now), conf)
 	if err != nil {
@@ -144,9 +152,10 @@ func Listen(cfg ServerConfig) (*Server, error) {
 	return s, nil
 }
 
-func serverConfig(size int) *quic.Config {
+func (s *Server) quicConfig(size int) *quic.Config {
 	conf := quicConfig(size)
 	conf.MaxIncomingStreams = maxFlows
+	conf.Tracer = s.cfg.Congestion.tracer()
 	return conf
 }
 
@@ -183,7 +192,10 @@ func (s *Server) Run(ctx context.Context) error {
 // serveConn serves one connection, which holds one session.
 func (s *Server) serveConn(ctx context.Context, conn *quic.Conn) {
 	own := isOwn(conn)
-	h := &handler{server: s, conn: conn, ctx: ctx, known: s.strangers.add(conn), incoming: make(chan *quic.ReceiveStream, 1)}
+	h := &handler{
+		server: s, conn: conn, ctx: ctx, known: s.strangers.add(conn), incoming: make(chan *quic.ReceiveStream, 1),
+		steering: s.cfg.Congestion.steer(conn, install.Options{}, s.cfg.Log),
+	}
 	defer h.known()
 	h3 := &http3.Server{Handler: h, EnableDatagrams: !own, MaxHeaderBytes: maxHeaderBytes}
 	if own {
@@ -240,6 +252,7 @@ type handler struct {
 	busy     atomic.Bool // the one session that a connection holds is asked for or there
 	granted  atomic.Bool // it is there
 	session  atomic.Pointer[Session]
+	steering *install.Handle // of the congestion control
 }
 
 func (h *handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -307,6 +320,7 @@ func (h *handler) serve(w http.ResponseWriter, r *http.Request) error {
 	session := newSession(sessionConfig{
 		conn: h.conn, control: &control{requestStream: stream}, grant: grant, queues: cfg.Queues, maxMTU: cfg.MTU,
 		drops: cfg.Drops, log: cfg.Log, incoming: h.incoming, leave: h.server.leave(),
+		steering: h.steering,
 	})
 	h.session.Store(session)
 	h.server.track(session, true)

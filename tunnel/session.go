@@ -17,6 +17,7 @@ import (
 	"github.com/quic-go/quic-go/quicvarint"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
+	"github.com/quicvpn/quicvpn/tunnel/internal/congestion/install"
 )
 
 const (
@@ -57,6 +58,8 @@ type Session struct {
 	drops *packet.Drops
 	log   *slog.Logger
 
+	steering *install.Handle // of the congestion control; nil for quic-go's
+
 	prefix    []byte // of every datagram: quarter stream ID if we write it, context ID
 	path      pathMTU
 	datagrams datagramQueue
@@ -84,6 +87,7 @@ type sessionConfig struct {
 	incoming chan *quic.ReceiveStream
 	onClose  func()
 	requests *http3.ClientConn // of the client
+	steering *install.Handle
 	leave    func(Fingerprint) error
 }
 
@@ -93,6 +97,7 @@ func newSession(c sessionConfig) *Session {
 		peer:     peerFingerprint(c.conn),
 		own:      isOwn(c.conn),
 		client:   c.requests != nil,
+		steering: c.steering,
 		drops:    c.drops,
 		log:      c.log,
 		incoming: c.incoming,
@@ -216,6 +221,9 @@ func (s *Session) watch() {
 			return
 		case now := <-t.C:
 			s.path.update(s.datagramSpace())
+			if s.steering != nil && s.steering.Err() != nil {
+				stock.warn(s.log, s.steering.Err())
+			}
 			stats := s.conn.ConnectionStats()
 			if stats.PacketsReceived != received {
 				received = stats.PacketsReceived

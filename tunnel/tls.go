@@ -144,10 +144,11 @@ func quicConfig(size int) *quic.Config {
 	return &quic.Config{
 		EnableDatagrams:                true,
 		InitialPacketSize:              uint16(size),
-		InitialStreamReceiveWindow:     512 << 10,
-		MaxStreamReceiveWindow:         16 << 20,
-		InitialConnectionReceiveWindow: 1 << 20,
-		MaxConnectionReceiveWindow:     32 << 20,
+		InitialStreamReceiveWindow:     firstStreamWindow,
+		MaxStreamReceiveWindow:         maxStreamWindow,
+		InitialConnectionReceiveWindow: wideConnectionWindow,
+		MaxConnectionReceiveWindow:     maxConnectionWindow,
+		AllowConnectionWindowIncrease:  windows.allow,
 		MaxIncomingUniStreams:          3 + maxStreams, // HTTP/3 has three
 		MaxIncomingStreams:             16,
 		MaxIdleTimeout:                 idleTimeout,
