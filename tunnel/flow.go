@@ -114,8 +114,11 @@ func (s *flows) request(ctx context.Context, r *http.Request) (*http3.RequestStr
 	}
 	maps.Copy(r.Header, s.header)
 	stream, err := s.client.OpenRequestStream(ctx)
+	if err != nil && ctx.Err() == nil {
+		err = fmt.Errorf("%w: %w", syscall.ENETDOWN, err) // nothing else fails it but the connection's end
+	}
 	if err != nil {
-		return nil, fmt.Errorf("open a request: %w", s.lost(ctx, err))
+		return nil, fmt.Errorf("open a request: %w", err)
 	}
 	if s.session != nil {
 		s.session.heard.sentNow()

@@ -219,18 +219,24 @@ func (f *UDPFlow) Close() error {
 // Read returns one datagram; what does not fit b is lost. It returns io.EOF when the
 // other end has closed the flow.
 func (f *UDPFlow) Read(b []byte) (int, error) {
+	d, err := f.Receive()
+	return copy(b, d), err
+}
+
+// Receive is Read without a copy: the datagram is the caller's.
+func (f *UDPFlow) Receive() ([]byte, error) {
 	select {
 	case d := <-f.arrived: // what came before the end
-		return copy(b, d), nil
+		return d, nil
 	default:
 	}
 	select {
 	case d := <-f.arrived:
-		return copy(b, d), nil
+		return d, nil
 	case <-f.ended:
-		return 0, f.why
+		return nil, f.why
 	case <-f.read.passed():
-		return 0, os.ErrDeadlineExceeded
+		return nil, os.ErrDeadlineExceeded
 	}
 }
 
