@@ -35,12 +35,12 @@ var rules = []struct {
 	room string
 	may  []string
 }{
-	{".", []string{"driver", "gateway", "sidecar", "internal/settings", "internal/token"}},
+	{".", []string{"driver", "gateway", "sidecar", "socks5", "internal/settings", "internal/token"}},
 	{"driver/hub/...", []string{"tunnel", "tun", "internal/..."}},
 	{"driver/publish/...", []string{"internal/..."}},
 	{"driver/...", []string{"driver/...", "sidecar", "tunnel", "tun", "internal/..."}},
 	{"gateway/...", []string{"tunnel", "tun", "netstack", "internal/..."}},
-	{"sidecar/...", []string{"tunnel", "tun", "internal/..."}},
+	{"sidecar/...", []string{"tunnel", "tun", "netstack", "socks5", "internal/..."}},
 	{"tunnel/...", []string{"tunnel/...", "internal/packet", "internal/relay"}},
 	{"tun/...", []string{"internal/packet"}},
 	{"netstack/...", []string{"internal/packet", "internal/relay"}},

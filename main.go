@@ -23,6 +23,7 @@ import (
 	"github.com/quicvpn/quicvpn/internal/settings"
 	"github.com/quicvpn/quicvpn/internal/token"
 	"github.com/quicvpn/quicvpn/sidecar"
+	"github.com/quicvpn/quicvpn/socks5"
 )
 
 // Exit codes.
@@ -238,7 +239,7 @@ func nameServer(s string) (netip.AddrPort, error) {
 
 func sidecarCommand(logs *logging) *cli.Command {
 	var cfg sidecar.Config
-	var inArguments bool
+	var inArguments []string
 	return &cli.Command{
 		Name:  "sidecar",
 		Usage: "carry this network namespace's traffic to a gateway until a signal stops it",
@@ -252,19 +253,32 @@ func sidecarCommand(logs *logging) *cli.Command {
 			flag("congestion", settings.Var(&cfg.Congestion, "bbr", congestion), "`CONTROL` of how fast it sends: bbr, or newreno as quic-go has it"),
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 			flag("kill-switch", settings.Var(&cfg.KillSwitch, cfg.KillSwitch.String(), killSwitch), "`WHEN` rules block what would leave beside the tunnel: on (until a graceful stop), keep (after it too) or off"),
+			flag("tun", settings.Var(&cfg.DisableTUN, "on", off), "`SWITCH` the TUN device on, or off together with routes and kill switch: what goes through --socks5 goes through the tunnel, and no privilege is needed"),
+			flag("socks5", settings.Append(&cfg.Proxies, proxyAddr), "`IP:PORT` of a proxy for SOCKS5 and HTTP (CONNECT and http:// URLs), both on this port; other than a loopback address it needs --proxy-credentials-file; may be repeated"),
+			&cli.StringFlag{Name: "proxy-credentials-file", Usage: "`FILE` that holds the users of the proxies, USER:PASSWORD, one a line [$" + settings.EnvName("proxy-credentials-file") + "]"},
+			flag("proxy-credentials", settings.Var(&cfg.ProxyAuth, "", socks5.ParseCredentials), "`USER:PASSWORD` itself; anyone can see it in ps"),
+			flag("tcp-open", settings.Var(&cfg.TCPOpen, cfg.TCPOpen.String(), tcpOpen), "`WHEN` a connection is open for a program: strict (when the gateway has connected), early (at once; one that fails is reset then), or auto (early where the gateway has connected lately)"),
+			&cli.BoolFlag{Name: "resolv-conf", Destination: &cfg.ResolvConf, Usage: "have /etc/resolv.conf name the gateway, which resolves names, until the sidecar ends [$" + settings.EnvName("resolv-conf") + "]"},
 		}, logs.flags()...),
 		Before: func(c *cli.Context) error {
-			inArguments = c.IsSet("token")
+			for _, name := range []string{"token", "proxy-credentials"} {
+				if c.IsSet(name) {
+					inArguments = append(inArguments, name)
+				}
+			}
 			return nil
 		},
 		Action: func(c *cli.Context) error {
+			if err := checkProxies(cfg); err != nil {
+				return err
+			}
 			if cfg.Token == (token.Token{}) {
 				return usagef("no join token: give --token-file FILE, or the file as QUICVPN_TOKEN_FILE or /run/secrets/quicvpn_token; " +
 					`"quicvpn gateway init" and "quicvpn token create" print tokens`)
 			}
 			cfg.Log = logs.open(c.App)
-			if inArguments {
-				cfg.Log.Warn("--token shows the join token to everybody who can run ps on this host: use --token-file")
+			for _, name := range inArguments {
+				cfg.Log.Warn("--" + name + " shows a secret to everybody who can run ps on this host: use --" + name + "-file")
 			}
 			return serve(c.Context, cfg.Log, func(ctx context.Context) error {
 				s, err := sidecar.New(cfg)
@@ -275,6 +289,31 @@ func sidecarCommand(logs *logging) *cli.Command {
 			})
 		},
 	}
+}
+
+// checkProxies refuses what cannot be meant.
+func checkProxies(cfg sidecar.Config) error {
+	for _, p := range cfg.Proxies {
+		if !p.Addr().IsLoopback() && cfg.ProxyAuth == nil {
+			return usagef("--socks5 %v is not a loopback address, and everybody who reaches it could use the tunnel: "+
+				"give --proxy-credentials-file FILE, with USER:PASSWORD in it, or listen on 127.0.0.1:%d", p, p.Port())
+		}
+	}
+	if cfg.DisableTUN && cfg.Proxies == nil {
+		return usagef("--tun=off leaves no way into the tunnel: give --socks5 127.0.0.1:1080, for programs that use a proxy")
+	}
+	if cfg.DisableTUN && cfg.ResolvConf {
+		return usagef("--resolv-conf needs the TUN device: with --tun=off leave names to the proxy, by socks5h:// in place of socks5://")
+	}
+	return nil
+}
+
+func proxyAddr(s string) (netip.AddrPort, error) {
+	a, err := settings.ListenAddr(s)
+	if err != nil {
+		return a, errors.New("not an IP address and a port: write it as 127.0.0.1:1080, [::1]:1080 or, for all addresses, :1080")
+	}
+	return netip.AddrPortFrom(a.Addr().Unmap(), a.Port()), nil
 }
 
 func driverCommand(logs *logging) *cli.Command {
@@ -323,6 +362,15 @@ func congestion[T interface {
 		return "", errors.New("must be one of bbr, newreno")
 	}
 	return T(s), nil
+}
+
+func tcpOpen(s string) (sidecar.TCPOpen, error) {
+	for _, o := range []sidecar.TCPOpen{sidecar.TCPOpenAuto, sidecar.TCPOpenEarly, sidecar.TCPOpenStrict} {
+		if s == o.String() {
+			return o, nil
+		}
+	}
+	return 0, errors.New("must be one of auto, early, strict")
 }
 
 func killSwitch(s string) (sidecar.KillSwitch, error) {

@@ -119,7 +119,8 @@ func (l *Link) await(ctx context.Context) (session, error) {
 		case <-up:
 		case <-ctx.Done():
 			if why := l.Status().Err; why != nil {
-				return nil, fmt.Errorf("%w: there is no session with the gateway: %w", syscall.ENETDOWN, why)
+				// Not to be taken for the destination's fault: the gateway may have refused.
+				return nil, fmt.Errorf("%w: there is no session with the gateway: %v", syscall.ENETDOWN, why)
 			}
 			return nil, fmt.Errorf("%w: there is no session with the gateway", syscall.ENETDOWN)
 		}

@@ -21,7 +21,8 @@ import (
 // error says what is wrong and what to do.
 //
 // That a session stands is not enough: the gateway must answer a ping that went
-// through the TUN device, within the time given.
+// through the TUN device, within the time given. Without a device it must answer a
+// request for a connection, as the proxies make them.
 func CheckHealth(ctx context.Context, stateDir string, timeout time.Duration) (string, error) {
 	s, err := readStatus(stateDir)
 	if err != nil {
@@ -35,11 +36,22 @@ func CheckHealth(ctx context.Context, stateDir string, timeout time.Duration) (s
 		}
 		return "", fmt.Errorf("no tunnel since %s: %s", since, why)
 	}
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	if s.Probe != "" {
+		took, err := askProbe(ctx, s.Probe)
+		if errors.Is(err, errUnanswered) {
+			err = s.dead("the gateway", timeout)
+		}
+		if err != nil {
+			return "", err
+		}
+		return fmt.Sprintf("the gateway answers the proxies: after %v; network %s, connected since %s",
+			took.Round(10*time.Microsecond), s.Network, since), nil
+	}
 	if len(s.Gateway) == 0 {
 		return "", errors.New("the gateway has no address in the network by which it could be asked: run quicvpn's gateway, of the same release")
 	}
-	ctx, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
 	type answer struct {
 		from netip.Addr
 		took time.Duration
@@ -67,12 +79,16 @@ func CheckHealth(ctx context.Context, stateDir string, timeout time.Duration) (s
 	if !errors.Is(failed, errUnanswered) {
 		return "", failed
 	}
-	why := "although the session stands since " + since + ": see the sidecar's and the gateway's logs; if it stays so, restart the sidecar"
+	return "", s.dead(strings.Trim(fmt.Sprint(s.Gateway), "[]")+" through "+s.Interface, timeout)
+}
+
+// dead is the error about a gateway that does not answer.
+func (s status) dead(gateway string, timeout time.Duration) error {
+	why := "although the session stands since " + s.Since.UTC().Format(time.RFC3339) + ": see the sidecar's and the gateway's logs; if it stays so, restart the sidecar"
 	if s.Trouble != "" {
 		why = "and the sidecar tries to connect again: " + s.Trouble
 	}
-	return "", fmt.Errorf("the tunnel is dead: no answer from %s through %s within %v, %s",
-		strings.Trim(fmt.Sprint(s.Gateway), "[]"), s.Interface, timeout, why)
+	return fmt.Errorf("the tunnel is dead: no answer from %s within %v, %s", gateway, timeout, why)
 }
 
 // errUnanswered is a ping's end without an answer.

@@ -68,14 +68,16 @@ const maxAnnounce = 16
 
 // NewLink checks the configuration. It touches nothing of the network.
 func NewLink(cfg LinkConfig) (*Link, error) {
-	l, err := newLink(cfg, wayOut{
-		hint: "see to the name servers in /etc/resolv.conf of this host, give the name an address in /etc/hosts, or make a token with the gateway's IP address",
-	})
+	l, err := newLink(cfg, wayOut{hint: hostHint})
 	if err != nil {
 		return nil, fmt.Errorf("configure link: %w", err)
 	}
 	return l, nil
 }
+
+// hostHint is what to do where the gateway's name cannot be resolved and nothing is
+// in the way.
+const hostHint = "see to the name servers in /etc/resolv.conf of this host, give the name an address in /etc/hosts, or make a token with the gateway's IP address"
 
 func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	host, port, err := gatewayOf(cfg.Token)

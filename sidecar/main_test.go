@@ -43,6 +43,7 @@ type childSettings struct {
 	Queues     int
 	MTU        int
 	KillSwitch KillSwitch
+	ResolvConf bool
 	// NoNftables and NoPolicyRouting have the kernel refuse what it would without
 	// these parts.
 	NoNftables, NoPolicyRouting bool
@@ -89,7 +90,7 @@ func child(settings string) int {
 	s, err := New(Config{
 		Token:    token.Token{Address: c.Address, Pin: c.Pin},
 		StateDir: c.StateDir, Interface: c.Interface, Queues: c.Queues, MTU: c.MTU,
-		KillSwitch: c.KillSwitch, Log: log,
+		KillSwitch: c.KillSwitch, ResolvConf: c.ResolvConf, Log: log,
 	})
 	if err != nil {
 		return fail(err)

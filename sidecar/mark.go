@@ -22,6 +22,9 @@ type wayOut struct {
 	// moved receives a value when the way to the gateway has changed; where it is
 	// nil the link watches by itself.
 	moved <-chan struct{}
+	// kept is where resolv.conf is while the sidecar has written its own; empty
+	// where it never does.
+	kept string
 	// hint says what to do where the gateway's name cannot be resolved.
 	hint string
 	// dial opens a session; nil means by QUIC.

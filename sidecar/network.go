@@ -40,7 +40,8 @@ type network struct {
 	mu       sync.Mutex // guards what follows
 	kill     *killSwitch
 	routes   *routing
-	heir     bool // the kill switch was there before this run
+	names    *namesFile // nil where resolv.conf is left alone
+	heir     bool       // the kill switch was there before this run
 	want     wanted
 	way      way
 	noIPv6   string // why there is no IPv6, as last said
@@ -69,6 +70,9 @@ func newNetwork(cfg Config, drops *packet.Drops) (*network, error) {
 		moved:   make(chan struct{}, 1),
 		want:    wanted{mtu: cmp.Or(cfg.MTU, minIPv6MTU)},
 	}
+	if cfg.ResolvConf {
+		n.names = newNamesFile(cfg.StateDir, cfg.Log)
+	}
 	return n, nil
 }
 
@@ -77,6 +81,11 @@ func newNetwork(cfg Config, drops *packet.Drops) (*network, error) {
 func (n *network) setUp() error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if n.names != nil {
+		if err := n.names.check(); err != nil {
+			return err
+		}
+	}
 	err := n.watch()
 	if err != nil {
 		return err
@@ -156,6 +165,9 @@ func (n *network) takeDown(graceful bool) error {
 	for _, w := range n.watches {
 		errs = append(errs, w.Close())
 	}
+	if n.names != nil {
+		errs = append(errs, n.names.restore())
+	}
 	keep := n.kill != nil && (n.cfg.KillSwitch == KillSwitchKeep && (graceful || n.heir) || !graceful && n.heir)
 	if !keep && n.want.grant != nil {
 		errs = append(errs, endConnections(n.want.grant.Addresses))
@@ -183,7 +195,7 @@ func (n *network) report() {
 	n.log.Info("the namespace is set up",
 		"interface", n.cfg.Interface, "queues", len(dev.queues), "offloads", dev.dev.Offloads().String(),
 		"kill_switch", n.cfg.KillSwitch.String(), "table", Table, "mark", fmt.Sprintf("%#x", Mark))
-	if conf, err := os.ReadFile(resolvConf); err == nil && n.cfg.KillSwitch != KillSwitchOff {
+	if conf, err := os.ReadFile(resolvConf); err == nil && n.cfg.KillSwitch != KillSwitchOff && !n.cfg.ResolvConf {
 		links, err := uplinks(n.nl, n.cfg.Interface)
 		if err != nil {
 			n.log.Warn("name servers on the link are not looked for", "error", err)
@@ -222,7 +234,35 @@ func (n *network) syncLocked() error {
 		}
 		return unreachable
 	}
-	return n.routes.want(dev.dev.Index(), links, kind(v4), kind(v6))
+	if err := n.routes.want(dev.dev.Index(), links, kind(v4), kind(v6)); err != nil {
+		return err
+	}
+	if n.names != nil {
+		return n.names.want(n.askableLocked(v4, v6))
+	}
+	return nil
+}
+
+// keptNames returns where resolv.conf is kept while it is not as it was.
+func (n *network) keptNames() string {
+	if n.names == nil {
+		return ""
+	}
+	return n.names.kept
+}
+
+// askableLocked returns the gateway's own addresses in the network that can be
+// asked from those of the device.
+func (n *network) askableLocked(v4, v6 []netip.Addr) (askable []netip.Addr) {
+	if n.want.grant == nil {
+		return nil
+	}
+	for _, a := range n.want.grant.Gateway {
+		if a.Is4() && len(v4) > 0 || a.Is6() && len(v6) > 0 {
+			askable = append(askable, a)
+		}
+	}
+	return askable
 }
 
 // grantedLocked returns the addresses that the device gets, and says where they

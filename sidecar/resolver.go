@@ -29,23 +29,26 @@ type resolver struct {
 
 const resolvConf = "/etc/resolv.conf"
 
-// serversOnLink returns the name servers of a resolv.conf to which the kernel
-// finds its way beside the tunnel.
-func serversOnLink(conf []byte, links []uplink) (servers []netip.Addr) {
+// nameServers returns the name servers of a resolv.conf.
+func nameServers(conf []byte) (servers []netip.Addr) {
 	for line := range strings.Lines(string(conf)) {
-		f := strings.Fields(line)
-		if len(f) < 2 || f[0] != "nameserver" {
-			continue
-		}
-		a, err := netip.ParseAddr(f[1])
-		onLink := a.Zone() != "" || slices.ContainsFunc(links, func(u uplink) bool {
-			return slices.ContainsFunc(u.subnets, func(p netip.Prefix) bool { return p.Contains(a) })
-		})
-		if err == nil && onLink {
-			servers = append(servers, a)
+		if f := strings.Fields(line); len(f) > 1 && f[0] == "nameserver" {
+			if a, err := netip.ParseAddr(f[1]); err == nil {
+				servers = append(servers, a)
+			}
 		}
 	}
 	return servers
+}
+
+// serversOnLink returns the name servers of a resolv.conf to which the kernel
+// finds its way beside the tunnel.
+func serversOnLink(conf []byte, links []uplink) []netip.Addr {
+	return slices.DeleteFunc(nameServers(conf), func(a netip.Addr) bool {
+		return a.Zone() == "" && !slices.ContainsFunc(links, func(u uplink) bool {
+			return slices.ContainsFunc(u.subnets, func(p netip.Prefix) bool { return p.Contains(a) })
+		})
+	})
 }
 
 // patience is how long the name servers of resolv.conf have before those behind
@@ -71,21 +74,21 @@ func (r *resolver) lookup(ctx context.Context, host string) ([]netip.Addr, error
 			results <- resolution{addrs, err}
 		}()
 	}
-	ask(r.dial)
+	conf, kept := r.read()
+	if servers := nameServers(conf); kept && len(servers) > 0 {
+		ask(r.inTurn(servers))
+	} else {
+		ask(r.dial)
+	}
 	pending := 1
-	behind := r.behindDocker()
+	behind := dockerServers(conf)
 	direct := func() {
 		if len(behind) == 0 {
 			return
 		}
-		servers := behind
+		ask(r.inTurn(behind))
 		behind = nil
 		pending++
-		var turn atomic.Uint32
-		ask(func(ctx context.Context, network, _ string) (net.Conn, error) {
-			server := servers[int(turn.Add(1)-1)%len(servers)]
-			return r.dial(ctx, network, netip.AddrPortFrom(server, 53).String())
-		})
 	}
 	timer := time.NewTimer(patience)
 	defer timer.Stop()
@@ -105,6 +108,16 @@ func (r *resolver) lookup(ctx context.Context, host string) ([]netip.Addr, error
 	}
 }
 
+// inTurn returns a function that asks these name servers, one after the other, in
+// the place of those of resolv.conf.
+func (r *resolver) inTurn(servers []netip.Addr) func(ctx context.Context, network, server string) (net.Conn, error) {
+	var turn atomic.Uint32
+	return func(ctx context.Context, network, _ string) (net.Conn, error) {
+		server := servers[int(turn.Add(1)-1)%len(servers)]
+		return r.dial(ctx, network, netip.AddrPortFrom(server, 53).String())
+	}
+}
+
 // dial opens a marked socket to a name server.
 func (r *resolver) dial(ctx context.Context, network, server string) (net.Conn, error) {
 	addr, err := netip.ParseAddrPort(server)
@@ -117,12 +130,16 @@ func (r *resolver) dial(ctx context.Context, network, server string) (net.Conn, 
 	return dialMarked(ctx, r.out.mark, network, server)
 }
 
-func (r *resolver) behindDocker() []netip.Addr {
-	conf, err := os.ReadFile(cmp.Or(r.conf, resolvConf))
-	if err != nil {
-		return nil // the resolver itself will say so
+// read returns resolv.conf as it is without a sidecar: kept, while one has written
+// its own.
+func (r *resolver) read() (conf []byte, kept bool) {
+	if r.out.kept != "" {
+		if conf, err := os.ReadFile(r.out.kept); err == nil {
+			return conf, true
+		}
 	}
-	return dockerServers(conf)
+	conf, _ = os.ReadFile(cmp.Or(r.conf, resolvConf)) // the resolver itself will say why not
+	return conf, false
 }
 
 // dockerServers returns the name servers that Docker says it asks, in a

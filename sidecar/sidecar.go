@@ -1,5 +1,6 @@
 // Package sidecar is the client role for one network namespace: the session to
-// a gateway and its reconnection, the TUN device, routes and the kill switch.
+// a gateway and its reconnection, the TUN device, routes and the kill switch, and
+// proxies for programs that prefer those.
 //
 // It owns everything that it puts into the namespace and takes it away again. A
 // Link is the session alone, for those who bring the packets themselves.
@@ -12,6 +13,7 @@ import (
 	"crypto/ed25519"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"net/netip"
 	"path/filepath"
@@ -88,6 +90,21 @@ type Config struct {
 	DisableOffload bool
 	// KillSwitch is on by default.
 	KillSwitch KillSwitch
+	// DisableTUN leaves the namespace as it is, without a device, routes and kill
+	// switch, which needs no privilege: what goes through Proxies goes through the
+	// tunnel, and nothing else. Interface, Queues and KillSwitch mean nothing then.
+	DisableTUN bool
+	// Proxies are the TCP addresses at which programs find a proxy, SOCKS5 and HTTP.
+	// Those that are not loopback addresses need ProxyAuth.
+	Proxies []netip.AddrPort
+	// ProxyAuth says whether a user may use the proxies, as socks5.Credentials does;
+	// nil lets everybody.
+	ProxyAuth func(user, password string) bool
+	// TCPOpen says when a proxy answers that a connection is open.
+	TCPOpen TCPOpen
+	// ResolvConf has /etc/resolv.conf name the gateway for as long as the sidecar
+	// runs.
+	ResolvConf bool
 	// Log is where the sidecar speaks; nil discards.
 	Log *slog.Logger
 }
@@ -110,6 +127,9 @@ func New(cfg Config) (*Sidecar, error) {
 		return nil, fmt.Errorf("configure sidecar: %w", err)
 	}
 	key, created, err := identity.LoadOrCreate(filepath.Join(cfg.StateDir, "client.key"))
+	if errors.Is(err, fs.ErrPermission) {
+		err = fmt.Errorf("%w: give --state-dir a directory that this user may write", err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("configure sidecar: %w", err)
 	}
@@ -148,6 +168,9 @@ func (s *Sidecar) configure() error {
 	if c.KillSwitch < KillSwitchOn || c.KillSwitch > KillSwitchOff {
 		return refuse("KillSwitch", "%v: use KillSwitchOn, KillSwitchKeep or KillSwitchOff", c.KillSwitch)
 	}
+	if err := checkProxies(c); err != nil {
+		return err
+	}
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)
 	}
@@ -157,13 +180,25 @@ func (s *Sidecar) configure() error {
 // Run carries traffic until ctx ends, and then takes away what it put into the
 // namespace and returns nil. The loss of a session, or of the way to the
 // gateway, never ends it. It returns an error only where it could not set up
-// the namespace, which is then as it was before.
+// the namespace, which is then as it was before, or where a proxy's listener fails.
 //
-//  1. the kill switch
-//  2. the TUN device
-//  3. the rules and routes that lead into it
-//  4. sessions, one after the other
+//  1. the proxies' listeners
+//  2. the kill switch
+//  3. the TUN device
+//  4. the rules and routes that lead into it
+//  5. sessions, one after the other
 func (s *Sidecar) Run(ctx context.Context) (err error) {
+	if err := newNamesFile(s.cfg.StateDir, s.cfg.Log).restore(); err != nil {
+		return err
+	}
+	listeners, err := listenProxies(s.cfg.Proxies)
+	if err != nil {
+		return err
+	}
+	defer closeAll(listeners)
+	if s.cfg.DisableTUN {
+		return s.runAlone(ctx, listeners)
+	}
 	lock, err := lockNamespace()
 	if err != nil {
 		return err
@@ -191,32 +226,40 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 	g.Go(func() error { return n.keep(ctx) })
 	g.Go(func() error { return n.pump(ctx, link) })
 	g.Go(func() error { return link.Run(ctx) })
-	g.Go(func() error { s.keepStatus(ctx, n, link); return nil })
+	g.Go(func() error { return s.serveProxies(ctx, link, listeners) })
+	g.Go(func() error { s.keepStatus(ctx, link, n.status); return nil })
 	err = g.Wait()
 	s.cfg.Log.Info("stopped", "drops", s.drops.Snapshot())
 	return err
 }
 
-// link returns the link whose sessions carry the namespace's traffic.
-func (s *Sidecar) link(n *network) (link *Link, err error) {
-	link, err = newLink(LinkConfig{
+// linkConfig is what every link of a sidecar has.
+func (s *Sidecar) linkConfig() LinkConfig {
+	return LinkConfig{
 		Token:          s.cfg.Token,
 		Key:            s.key,
 		Queues:         s.cfg.Queues,
 		MTU:            s.cfg.MTU,
+		TCPOpen:        s.cfg.TCPOpen,
 		Drops:          &s.drops,
 		Log:            s.cfg.Log,
 		Congestion:     s.cfg.Congestion,
 		DisableOffload: s.cfg.DisableOffload,
+	}
+}
 
-		Check:     n.check,
-		Connected: func(g tunnel.Grant) tunnel.Sink { return n.adopt(g, link.MTU()) },
-		Changed:   func() { n.refresh(link.MTU(), link.Peers()) },
-	}, wayOut{
+// link returns the link whose sessions carry the namespace's traffic.
+func (s *Sidecar) link(n *network) (link *Link, err error) {
+	cfg := s.linkConfig()
+	cfg.Check = n.check
+	cfg.Connected = func(g tunnel.Grant) tunnel.Sink { return n.adopt(g, link.MTU()) }
+	cfg.Changed = func() { n.refresh(link.MTU(), link.Peers()) }
+	link, err = newLink(cfg, wayOut{
 		mark:       Mark,
 		gateways:   n.allowGateways,
 		nameServer: n.allowResolver,
 		moved:      n.moved,
+		kept:       n.keptNames(),
 		dial:       s.dial,
 		hint: "while there is no tunnel, only name servers that this namespace reaches by itself can answer; " +
 			"give the name an address in /etc/hosts (Compose: extra_hosts), or make a token with the gateway's IP address",

@@ -23,7 +23,10 @@ const statusName = "status.json"
 // A status is what the file says: no secret, and nothing to rely on, because the
 // tunnel may be dead when the session is not. CheckHealth asks the gateway.
 type status struct {
-	Interface string `json:"interface"`
+	// Interface is the TUN device; where there is none, Probe is the socket that
+	// answers when the gateway does.
+	Interface string `json:"interface,omitempty"`
+	Probe     string `json:"probe,omitempty"`
 	// Connected says whether there is a session, Since since when that is so.
 	Connected bool      `json:"connected"`
 	Since     time.Time `json:"since"`
@@ -39,36 +42,37 @@ type status struct {
 	Gateway   []netip.Addr `json:"gateway,omitempty"`
 }
 
-// status returns how the sidecar is.
-func (n *network) status(l LinkStatus) status {
-	s := status{Interface: n.cfg.Interface, Connected: l.Gateway.IsValid(), Since: l.Since.Round(time.Second), Congestion: l.Congestion}
+func newStatus(l LinkStatus) status {
+	s := status{Connected: l.Gateway.IsValid(), Since: l.Since.Round(time.Second), Congestion: l.Congestion}
 	if l.Err != nil {
 		s.Trouble = l.Err.Error()
 	}
+	return s
+}
+
+// status returns how the sidecar is.
+func (n *network) status(l LinkStatus) status {
+	s := newStatus(l)
+	s.Interface = n.cfg.Interface
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.want.grant == nil {
 		return s
 	}
 	v4, v6 := n.grantedLocked()
-	s.Network, s.Addresses = n.want.grant.Network, slices.Concat(v4, v6)
-	for _, a := range n.want.grant.Gateway {
-		if a.Is4() && len(v4) > 0 || a.Is6() && len(v6) > 0 {
-			s.Gateway = append(s.Gateway, a)
-		}
-	}
+	s.Network, s.Addresses, s.Gateway = n.want.grant.Network, slices.Concat(v4, v6), n.askableLocked(v4, v6)
 	return s
 }
 
 // keepStatus writes the status file when it would say something else, until ctx
 // ends, and removes it. A state directory that cannot be written is no reason to
 // end: the key may have been put there beforehand.
-func (s *Sidecar) keepStatus(ctx context.Context, n *network, link *Link) {
+func (s *Sidecar) keepStatus(ctx context.Context, link *Link, status func(LinkStatus) status) {
 	path := filepath.Join(s.cfg.StateDir, statusName)
 	var written []byte
 	var trouble repeated
 	for {
-		now, err := json.MarshalIndent(n.status(link.Status()), "", "\t")
+		now, err := json.MarshalIndent(status(link.Status()), "", "\t")
 		if err == nil && !bytes.Equal(now, written) {
 			if err = writeStatus(path, append(now, '\n')); err == nil {
 				written = now
@@ -121,7 +125,7 @@ func readStatus(dir string) (s status, err error) {
 	case err != nil:
 		return s, fmt.Errorf("read how the sidecar is: %w", err)
 	}
-	if err := json.Unmarshal(data, &s); err != nil || s.Interface == "" {
+	if err := json.Unmarshal(data, &s); err != nil || s.Interface == "" && s.Probe == "" {
 		return s, fmt.Errorf("%s is not what a sidecar writes: stop the sidecar, remove the file, and start it again", path)
 	}
 	return s, nil
