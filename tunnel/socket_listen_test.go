@@ -43,6 +43,7 @@ func TestSocketAddresses(t *testing.T) {
 			if to.IsLinkLocalUnicast() {
 				to = to.WithZone(strconv.Itoa(p.ib.Index))
 			}
+			var last *net.UDPAddr
 			for range 2 {
 				if _, err := c.WriteTo([]byte("x"), socketPort(dual, to)); err != nil {
 					t.Fatal(err)
@@ -61,10 +62,10 @@ func TestSocketAddresses(t *testing.T) {
 				if (got.Zone != "") != tc.from.IsLinkLocalUnicast() {
 					t.Fatalf("from zone %q", got.Zone)
 				}
-				if old := seen[got.AddrPort()]; old != nil && old != got {
+				if last != nil && last != got {
 					t.Errorf("%v was made twice in a row", got)
 				}
-				seen[got.AddrPort()] = got
+				last, seen[got.AddrPort()] = got, got
 				// What came from there can be answered there.
 				if _, err := dual.WriteTo([]byte("y"), got); err != nil {
 					t.Fatal(err)
