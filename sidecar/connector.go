@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/quicvpn/quicvpn/tunnel"
@@ -63,7 +64,8 @@ type connector struct {
 	moved <-chan struct{}
 	log   *slog.Logger
 
-	losers sync.WaitGroup // what is left behind and ends by itself
+	losers sync.WaitGroup                // what is left behind and ends by itself
+	silent atomic.Pointer[silentSession] // beside which another one is looked for
 
 	// again gives the pauses between sessions that ended before they were settled,
 	// due is the end of the latest. These and said belong to connect while it runs.
@@ -84,6 +86,18 @@ type running struct {
 	since time.Time
 	ended chan struct{} // closed after why is set
 	why   error
+}
+
+// A silentSession is one that owes an answer for too long.
+type silentSession struct {
+	*running
+	heard time.Time // of it, at last
+}
+
+// speaks reports whether it has been heard of since.
+func (s *silentSession) speaks() bool {
+	at, _ := s.LastReceived()
+	return !at.Equal(s.heard)
 }
 
 func (c *connector) run(ctx context.Context) {
@@ -210,6 +224,9 @@ func (q *quiet) after(now, heard time.Time, waiting bool) time.Duration {
 // replace connects beside a silent session. It returns nil when the session has
 // something to say again, or when it has ended.
 func (c *connector) replace(ctx context.Context, s *running, heard time.Time) session {
+	old := &silentSession{s, heard}
+	c.silent.Store(old)
+	defer c.silent.Store(nil)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	won := make(chan session, 1)
@@ -229,12 +246,39 @@ func (c *connector) replace(ctx context.Context, s *running, heard time.Time) se
 			if ended == nil {
 				continue
 			}
-			if at, _ := s.LastReceived(); !at.Equal(heard) {
+			if old.speaks() {
 				c.fail(nil)
 				c.log.Info("the gateway answers again")
 				cancel()
 				// One that was quicker than that is the one that the gateway knows.
 				return <-won
+			}
+		}
+	}
+}
+
+// giveWay lets a silent session speak first where the gateway has been reached
+// again: the gateway would end it for the new one, and its flows with it. It returns
+// an error when the session has spoken.
+func (c *connector) giveWay(ctx context.Context) error {
+	old := c.silent.Load()
+	if old == nil {
+		return nil
+	}
+	limit := time.After(2*glance + 2*old.RTT()) // it asks every glance
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-old.ended:
+			return nil
+		case <-limit:
+			return nil
+		case <-tick.C:
+			if old.speaks() {
+				return errAnswers
 			}
 		}
 	}
@@ -367,6 +411,9 @@ var errNoAddress = errors.New("the name has no address")
 
 // errSilent is what is wrong with a session that is owed an answer for too long.
 var errSilent = errors.New("the gateway does not answer")
+
+// errAnswers is why a session is not asked for.
+var errAnswers = errors.New("the old session answers again")
 
 // quicker is why the loser of a race is closed.
 const quicker = "another attempt was quicker"

@@ -7,9 +7,11 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
@@ -29,6 +31,7 @@ type flowWorld struct {
 	key   ed25519.PrivateKey
 	at    netip.AddrPort
 	stop  func()
+	path  *path // of the link to the gateway, where it is not direct
 }
 
 func newFlowWorld(t *testing.T, open TCPOpen) *flowWorld {
@@ -36,6 +39,21 @@ func newFlowWorld(t *testing.T, open TCPOpen) *flowWorld {
 	w := &flowWorld{t: t, key: newKey(t), at: netip.MustParseAddrPort("127.0.0.1:0")}
 	w.start()
 	t.Cleanup(func() { w.stop() })
+	w.join(open)
+	return w
+}
+
+// through is another client of the gateway, by a path of its own.
+func (w *flowWorld) through(t *testing.T) *flowWorld {
+	p := newPath(t, w.at)
+	other := &flowWorld{t: t, key: w.key, at: p.front.LocalAddr().(*net.UDPAddr).AddrPort(), path: p}
+	other.join(TCPOpenAuto)
+	return other
+}
+
+func (w *flowWorld) join(open TCPOpen) {
+	t := w.t
+	t.Helper()
 	cfg := goodLink()
 	cfg.Token = token.Token{Address: w.at.String(), Pin: tunnel.KeyFingerprint(w.key.Public().(ed25519.PublicKey))}
 	cfg.Key = newKey(t)
@@ -46,7 +64,6 @@ func newFlowWorld(t *testing.T, open TCPOpen) *flowWorld {
 		t.Fatal(err)
 	}
 	w.run(w.link.Run)
-	return w
 }
 
 // run runs something until the test ends, and returns what ends it sooner.
@@ -213,6 +230,126 @@ func TestFlowsOfSessions(t *testing.T) {
 	f.Close()
 }
 
+// A path forwards datagrams between clients and a gateway, and may be cut.
+type path struct {
+	front *net.UDPConn
+	cut   atomic.Bool
+}
+
+func newPath(t *testing.T, to netip.AddrPort) *path {
+	t.Helper()
+	front, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &path{front: front}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		backs := make(map[netip.AddrPort]*net.UDPConn) // by client
+		b := make([]byte, 1<<16)
+		for {
+			n, from, err := front.ReadFromUDPAddrPort(b)
+			if err != nil {
+				break
+			}
+			back := backs[from]
+			if back == nil {
+				if back, err = net.DialUDP("udp4", nil, net.UDPAddrFromAddrPort(to)); err != nil {
+					t.Error(err)
+					break
+				}
+				backs[from] = back
+				wg.Go(func() { p.answer(back, from) })
+			}
+			if !p.cut.Load() {
+				_, _ = back.Write(b[:n])
+			}
+		}
+		for _, back := range backs {
+			back.Close()
+		}
+	})
+	t.Cleanup(func() {
+		front.Close()
+		wg.Wait()
+	})
+	return p
+}
+
+func (p *path) answer(back *net.UDPConn, client netip.AddrPort) {
+	b := make([]byte, 1<<16)
+	for {
+		n, err := back.Read(b)
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err == nil && !p.cut.Load() {
+			_, _ = p.front.WriteToUDPAddrPort(b[:n], client)
+		}
+	}
+}
+
+// An outage that outlasts the client's patience ends no flow: when the path is back,
+// the session goes on before another one takes its place. It does not for those that
+// restart with the gateway.
+func TestFlowsOutliveAnOutage(t *testing.T) {
+	w := newFlowWorld(t, TCPOpenAuto)
+	for _, kind := range []string{"idle", "up", "down"} {
+		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
+			w := w.through(t)
+			l, err := net.Listen("tcp4", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer l.Close()
+			f, err := w.link.DialTCP(t.Context(), l.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer f.Close()
+			c, err := l.Accept()
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			var from, to net.Conn = f, c
+			if kind == "down" {
+				from, to = c, f
+			}
+			size, cut := int64(1), make(chan struct{}) // idle: nothing before the outage
+			if kind != "idle" {
+				size = 16 << 20
+				close(cut)
+			}
+			sent := make(chan error, 1)
+			go func() {
+				<-cut
+				_, err := io.CopyN(from, zeros{}, size)
+				sent <- err
+			}()
+			time.Sleep(200 * time.Millisecond)
+			w.path.cut.Store(true)
+			time.Sleep(4 * time.Second)
+			w.path.cut.Store(false)
+			if kind == "idle" {
+				close(cut)
+			}
+			_ = to.SetReadDeadline(time.Now().Add(30 * time.Second))
+			if n, err := io.CopyN(io.Discard, to, size); err != nil {
+				t.Errorf("after %d bytes: %v", n, err)
+			}
+			if err := <-sent; err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+type zeros struct{}
+
+func (zeros) Read(b []byte) (int, error) { return len(b), nil }
+
 // What is known of addresses passes, and does not grow without end.
 func TestReached(t *testing.T) {
 	var r reached
@@ -234,5 +371,40 @@ func TestReached(t *testing.T) {
 	r.tell("a:1", syscall.ECONNREFUSED)
 	if r.lately("a:1") {
 		t.Error("it keeps what no longer answers")
+	}
+}
+
+// A gateway that has been reached is not asked for a session while the old one may
+// speak again, which takes it a moment.
+func TestGiveWay(t *testing.T) {
+	for name, tt := range map[string]struct {
+		happens func(*running)
+		want    error
+		least   time.Duration
+	}{
+		"it speaks":       {func(r *running) { r.session.(*fakeSession).set(func() { r.session.(*fakeSession).heard = time.Now() }) }, errAnswers, 0},
+		"it has ended":    {func(r *running) { close(r.ended) }, nil, 0},
+		"nothing is said": {func(*running) {}, nil, 2 * glance},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newFakeSession(netip.MustParseAddrPort("192.0.2.1:443"))
+				r := &running{session: s, ended: make(chan struct{})}
+				at, _ := s.LastReceived()
+				c := new(connector)
+				if err := c.giveWay(t.Context()); err != nil {
+					t.Errorf("%v while no session is silent", err)
+				}
+				c.silent.Store(&silentSession{r, at})
+				time.AfterFunc(100*time.Millisecond, func() { tt.happens(r) })
+				start := time.Now()
+				if err := c.giveWay(t.Context()); err != tt.want {
+					t.Errorf("%v, want %v", err, tt.want)
+				}
+				if took := time.Since(start); took < tt.least || took > time.Second {
+					t.Errorf("it took %v", took)
+				}
+			})
+		})
 	}
 }

@@ -113,10 +113,11 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
+	var l *Link
 	if out.dial == nil {
-		out.dial = quicDialer(cfg, out)
+		out.dial = quicDialer(cfg, out, func(ctx context.Context) error { return l.c.giveWay(ctx) })
 	}
-	l := &Link{cfg: cfg, out: out, changed: make(chan struct{}, 1), news: make(chan struct{}, 1), up: make(chan struct{})}
+	l = &Link{cfg: cfg, out: out, changed: make(chan struct{}, 1), news: make(chan struct{}, 1), up: make(chan struct{})}
 	l.status.Since = time.Now()
 	l.c = &connector{
 		host: host, port: port, hint: out.hint,
@@ -134,8 +135,9 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	return l, nil
 }
 
-// quicDialer returns the function that opens sessions by QUIC.
-func quicDialer(cfg LinkConfig, out wayOut) func(context.Context, netip.AddrPort) (session, error) {
+// quicDialer returns the function that opens sessions by QUIC. Before it asks for one
+// it calls reached.
+func quicDialer(cfg LinkConfig, out wayOut, reached func(context.Context) error) func(context.Context, netip.AddrPort) (session, error) {
 	d := &tunnel.Dialer{
 		Key:      cfg.Key,
 		Pin:      cfg.Token.Pin,
@@ -150,6 +152,7 @@ func quicDialer(cfg LinkConfig, out wayOut) func(context.Context, netip.AddrPort
 
 		Congestion:     cfg.Congestion,
 		DisableOffload: cfg.DisableOffload,
+		Reached:        reached,
 	}
 	return func(ctx context.Context, gateway netip.AddrPort) (session, error) {
 		if err := out.check(ctx, gateway); err != nil {

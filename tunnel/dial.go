@@ -51,6 +51,9 @@ type Dialer struct {
 	Log *slog.Logger
 	// Now is the clock for certificates; nil is time.Now.
 	Now func() time.Time
+	// Reached is called when the gateway has been reached, before it is asked for a
+	// session, which ends an older one. An error gives the attempt up. Nil goes on.
+	Reached func(ctx context.Context) error
 
 	warn sync.Once
 	mu   sync.Mutex
@@ -66,7 +69,13 @@ func (d *Dialer) Dial(ctx context.Context, gateway netip.AddrPort) (*Session, er
 	if err != nil {
 		return nil, err
 	}
-	s, err := d.connectIP(ctx, a)
+	var s *Session
+	if d.Reached != nil {
+		err = d.Reached(ctx)
+	}
+	if err == nil {
+		s, err = d.connectIP(ctx, a)
+	}
 	if err != nil {
 		a.close()
 		return nil, err

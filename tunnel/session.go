@@ -225,7 +225,8 @@ func (s *Session) watch() {
 				stock.warn(s.log, s.steering.Err())
 			}
 			stats := s.conn.ConnectionStats()
-			if stats.PacketsReceived != received {
+			quiet := stats.PacketsReceived == received
+			if !quiet {
 				received = stats.PacketsReceived
 				s.heard.at.Store(now.UnixNano())
 			}
@@ -234,7 +235,9 @@ func (s *Session) watch() {
 				s.fail(errPathShrank)
 				return
 			}
-			if s.client && now.Sub(lastPing) >= keepAlive {
+			// A gateway that owes an answer is asked again and again: QUIC's own repeats
+			// come ever more seldom, and would learn late that the path is back.
+			if _, owed := s.LastReceived(); s.client && (quiet && owed || now.Sub(lastPing) >= keepAlive) {
 				lastPing = now
 				s.heard.sentNow()
 				if err := s.control.ping(s.datagramSpace()); err != nil {
