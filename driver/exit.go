@@ -66,7 +66,7 @@ func (n *network) makeExitLocked(r *exitRecord) (*exit, error) {
 	close(x.done)
 	cfg := sidecar.LinkConfig{
 		Token: t, Key: key, Queues: n.record.Queues, MTU: n.record.MTU,
-		Congestion: n.driver.cfg.Congestion, DisableOffload: n.driver.cfg.DisableOffload,
+		Congestion: n.driver.cfg.Congestion, PathFile: filepath.Join(n.dir, r.Name+".paths"), DisableOffload: n.driver.cfg.DisableOffload,
 		Block: true,
 		Drops: &n.drops, Log: n.log,
 		Connected: x.connected, Disconnected: x.disconnected, Changed: x.changed,

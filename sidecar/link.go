@@ -31,6 +31,12 @@ type Link struct {
 	leaving  atomic.Bool             // the membership is being given up: no session may open
 	current  atomic.Pointer[session] // nil while there is none
 	answered reached
+	ended    chan struct{} // receives a value when a session has ended
+	paths    tunnel.Paths
+
+	// Of who saves the paths.
+	stored  []byte
+	unsaved repeated
 
 	mu       sync.Mutex         // guards what follows
 	up       chan struct{}      // closed while there is a session
@@ -113,11 +119,15 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	var l *Link
-	if out.dial == nil {
-		out.dial = quicDialer(cfg, out, func(ctx context.Context) error { return l.c.giveWay(ctx) })
+	l := &Link{
+		cfg: cfg, changed: make(chan struct{}, 1), news: make(chan struct{}, 1), up: make(chan struct{}),
+		ended: make(chan struct{}, 1),
 	}
-	l = &Link{cfg: cfg, out: out, changed: make(chan struct{}, 1), news: make(chan struct{}, 1), up: make(chan struct{})}
+	if out.dial == nil {
+		out.dial = l.quicDialer(out)
+	}
+	l.out = out
+	l.loadPaths()
 	l.status.Since = time.Now()
 	l.c = &connector{
 		host: host, port: port, hint: out.hint,
@@ -135,9 +145,10 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	return l, nil
 }
 
-// quicDialer returns the function that opens sessions by QUIC. Before it asks for one
-// it calls reached.
-func quicDialer(cfg LinkConfig, out wayOut, reached func(context.Context) error) func(context.Context, netip.AddrPort) (session, error) {
+// quicDialer returns the function that opens sessions by QUIC. Before it asks for
+// one, a session that speaks again is given the word.
+func (l *Link) quicDialer(out wayOut) func(context.Context, netip.AddrPort) (session, error) {
+	cfg := l.cfg
 	d := &tunnel.Dialer{
 		Key:      cfg.Key,
 		Pin:      cfg.Token.Pin,
@@ -151,8 +162,9 @@ func quicDialer(cfg LinkConfig, out wayOut, reached func(context.Context) error)
 		Log:      cfg.Log,
 
 		Congestion:     cfg.Congestion,
+		Paths:          &l.paths,
 		DisableOffload: cfg.DisableOffload,
-		Reached:        reached,
+		Reached:        func(ctx context.Context) error { return l.c.giveWay(ctx) },
 	}
 	return func(ctx context.Context, gateway netip.AddrPort) (session, error) {
 		if err := out.check(ctx, gateway); err != nil {
@@ -180,7 +192,10 @@ func (l *Link) Run(ctx context.Context) error {
 		g.Go(func() error { return l.follow(ctx, moved) })
 	}
 	g.Go(func() error { l.c.run(ctx); return nil })
-	return g.Wait()
+	g.Go(func() error { l.keepPaths(ctx); return nil })
+	err := g.Wait()
+	l.savePaths()
+	return err
 }
 
 // Send takes packets for the gateway and never blocks; ICMP errors for those
@@ -333,6 +348,7 @@ func (l *Link) release(s session) {
 		l.status.Gateway, l.status.Since = netip.AddrPort{}, time.Now()
 	})
 	kick(l.news)
+	kick(l.ended)
 	if l.cfg.Disconnected != nil {
 		l.cfg.Disconnected()
 	}

@@ -26,6 +26,10 @@ type LinkConfig struct {
 	Queues int
 	// MTU caps the tunnel's, 1280 to 1500; zero leaves it to the path.
 	MTU int
+	// PathFile is where it is kept what the paths to gateways are like, so that
+	// sessions are fast sooner; empty keeps it for as long as the Link lives. What is
+	// in it may get lost.
+	PathFile string
 	// Congestion decides how fast sessions send; empty means tunnel.BBR.
 	Congestion tunnel.Congestion
 	// DisableOffload turns off UDP GSO and GRO, for network cards that do them

@@ -74,8 +74,9 @@ func (k KillSwitch) String() string {
 type Config struct {
 	// Token says where the gateway is and how to recognise it. Required.
 	Token token.Token
-	// StateDir holds the client's key, which is made at the first start, and while
-	// the sidecar runs a file that says how it is, for CheckHealth. Required.
+	// StateDir holds the client's key, which is made at the first start, what is
+	// known of the paths to gateways, and while the sidecar runs a file that says how
+	// it is, for CheckHealth. Required.
 	StateDir string
 	// Interface is the name of the TUN device; empty means quicvpn0.
 	Interface string
@@ -244,6 +245,7 @@ func (s *Sidecar) linkConfig() LinkConfig {
 		Drops:          &s.drops,
 		Log:            s.cfg.Log,
 		Congestion:     s.cfg.Congestion,
+		PathFile:       filepath.Join(s.cfg.StateDir, "paths.json"),
 		DisableOffload: s.cfg.DisableOffload,
 	}
 }

@@ -45,6 +45,9 @@ type Dialer struct {
 	// DisableOffload turns off UDP GSO and GRO, for network cards that do them
 	// badly.
 	DisableOffload bool
+	// Paths remembers the paths to gateways; nil remembers them as long as the
+	// Dialer lives.
+	Paths *Paths
 	// Drops counts what the sessions drop; nil counts nowhere.
 	Drops *packet.Drops
 	// Log is where the session speaks; nil discards.
@@ -55,9 +58,10 @@ type Dialer struct {
 	// session, which ends an older one. An error gives the attempt up. Nil goes on.
 	Reached func(ctx context.Context) error
 
-	warn sync.Once
-	mu   sync.Mutex
-	mtus map[netip.Addr]int // what paths were seen to carry, by gateway
+	warn  sync.Once
+	paths Paths // where there are no others
+	mu    sync.Mutex
+	mtus  map[netip.Addr]int // what paths were seen to carry, by gateway
 }
 
 // Dial opens a session and returns it with its grant.
@@ -136,7 +140,7 @@ func (d *Dialer) connectIP(ctx context.Context, a *attempt) (*Session, error) {
 	grant.Announced = slices.DeleteFunc(grant.Announced, func(p netip.Prefix) bool { return !slices.Contains(d.Announce, p) })
 	return newSession(sessionConfig{
 		conn: conn, control: &control{requestStream: stream}, grant: grant, queues: d.Queues, maxMTU: d.MTU,
-		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: a.release, requests: client.ClientConn, steering: a.steering,
+		drops: orNew(d.Drops), log: orDiscard(d.Log), incoming: incoming, onClose: a.release, requests: client.ClientConn, steering: a.steering, paths: d.memory(), saved: a.saved,
 	}), nil
 }
 
@@ -166,6 +170,13 @@ func requestGrant(stream *http3.RequestStream, request *http.Request, own bool) 
 		return Grant{}, fmt.Errorf("wait for addresses and routes: %w", err)
 	}
 	return grant, nil
+}
+
+func (d *Dialer) memory() *Paths {
+	if d.Paths != nil {
+		return d.Paths
+	}
+	return &d.paths
 }
 
 func unspecified(like netip.Addr) netip.Addr {

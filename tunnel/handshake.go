@@ -157,6 +157,7 @@ type attempt struct {
 	conn *quic.Conn
 	err  error
 
+	saved    Path            // what was known of the path
 	steering *install.Handle // of its congestion control
 
 	lost    error                   // why packets were lost, where the kernel said so
@@ -223,6 +224,8 @@ func (d *Dialer) attempt(ctx context.Context, gateway netip.AddrPort, size int, 
 	}
 	conf := quicConfig(size)
 	conf.Tracer = d.Congestion.tracer()
+	a.saved = d.memory().get(gateway.Addr().Unmap(), time.Now())
+	conf.InitialStreamReceiveWindow = a.saved.streamWindow()
 	began := time.Now()
 	a.conn, err = transport.Dial(ctx, net.UDPAddrFromAddrPort(gateway), tlsConf, conf)
 	if err != nil {
@@ -233,7 +236,7 @@ func (d *Dialer) attempt(ctx context.Context, gateway netip.AddrPort, size int, 
 		}
 		return a
 	}
-	a.steering = d.Congestion.steer(a.conn, install.Options{RTT: time.Since(began)}, log)
+	a.steering = d.Congestion.steer(a.conn, install.Options{RTT: time.Since(began), Saved: a.saved.saved()}, log)
 	return a
 }
 

@@ -88,6 +88,7 @@ type Server struct {
 	transport *quic.Transport
 	listener  *quic.Listener
 	sizes     initialSizes
+	paths     Paths // to clients
 	strangers strangers
 	refusals  *rate.Limiter // of what is logged
 
@@ -140,8 +141,9 @@ func Listen(cfg ServerConfig) (*Server, error) {
 	}
 	conf := s.quicConfig(minPacketSize)
 	conf.GetConfigForClient = func(info *quic.ClientInfo) (*quic.Config, error) {
-		conf := s.quicConfig(s.sizes.of(addrPort(info.RemoteAddr)))
-		windows.admit(conf)
+		remote := addrPort(info.RemoteAddr)
+		conf := s.quicConfig(s.sizes.of(remote))
+		windows.admit(conf, s.paths.get(remote.Addr(), time.Now()))
 		return conf, nil
 	}
 	s.listener, err = s.transport.Listen(serverTLS(cfg.Key, cfg.Now), conf)
@@ -194,8 +196,9 @@ func (s *Server) serveConn(ctx context.Context, conn *quic.Conn) {
 	own := isOwn(conn)
 	h := &handler{
 		server: s, conn: conn, ctx: ctx, known: s.strangers.add(conn), incoming: make(chan *quic.ReceiveStream, 1),
-		steering: s.cfg.Congestion.steer(conn, install.Options{}, s.cfg.Log),
+		saved: s.paths.get(addrPort(conn.RemoteAddr()).Addr(), time.Now()),
 	}
+	h.steering = s.cfg.Congestion.steer(conn, install.Options{Saved: h.saved.saved()}, s.cfg.Log)
 	defer h.known()
 	h3 := &http3.Server{Handler: h, EnableDatagrams: !own, MaxHeaderBytes: maxHeaderBytes}
 	if own {
@@ -252,6 +255,7 @@ type handler struct {
 	busy     atomic.Bool // the one session that a connection holds is asked for or there
 	granted  atomic.Bool // it is there
 	session  atomic.Pointer[Session]
+	saved    Path            // what was known of the path
 	steering *install.Handle // of the congestion control
 }
 
@@ -320,7 +324,7 @@ func (h *handler) serve(w http.ResponseWriter, r *http.Request) error {
 	session := newSession(sessionConfig{
 		conn: h.conn, control: &control{requestStream: stream}, grant: grant, queues: cfg.Queues, maxMTU: cfg.MTU,
 		drops: cfg.Drops, log: cfg.Log, incoming: h.incoming, leave: h.server.leave(),
-		steering: h.steering,
+		steering: h.steering, paths: &h.server.paths, saved: h.saved,
 	})
 	h.session.Store(session)
 	h.server.track(session, true)

@@ -59,6 +59,7 @@ type Session struct {
 	log   *slog.Logger
 
 	steering *install.Handle // of the congestion control; nil for quic-go's
+	learner  learner
 
 	prefix    []byte // of every datagram: quarter stream ID if we write it, context ID
 	path      pathMTU
@@ -88,6 +89,8 @@ type sessionConfig struct {
 	onClose  func()
 	requests *http3.ClientConn // of the client
 	steering *install.Handle
+	paths    *Paths
+	saved    Path // what was known of the path
 	leave    func(Fingerprint) error
 }
 
@@ -110,6 +113,7 @@ func newSession(c sessionConfig) *Session {
 			s.flows.session = s
 		}
 	}
+	s.learner = learner{paths: c.paths, saved: c.saved, peer: s.Remote().Addr(), at: time.Now()}
 	s.peers.init(c.grant.Peers)
 	if s.own {
 		s.prefix = quicvarint.Append(nil, uint64(c.control.StreamID()/4))
@@ -218,6 +222,7 @@ func (s *Session) watch() {
 	for {
 		select {
 		case <-s.conn.Context().Done():
+			s.learner.look(s, s.conn.ConnectionStats(), time.Now())
 			return
 		case now := <-t.C:
 			s.path.update(s.datagramSpace())
@@ -225,6 +230,7 @@ func (s *Session) watch() {
 				stock.warn(s.log, s.steering.Err())
 			}
 			stats := s.conn.ConnectionStats()
+			s.learner.look(s, stats, now)
 			quiet := stats.PacketsReceived == received
 			if !quiet {
 				received = stats.PacketsReceived

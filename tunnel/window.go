@@ -43,14 +43,15 @@ func windowLimit() int64 {
 	return int64(uint64(info.Totalram) * uint64(info.Unit) / 4)
 }
 
-// admit sets the first window of a connection that somebody opens to us. Anybody
-// can: they get a wide one while half of the budget is free.
-func (b *windowBudget) admit(conf *quic.Config) {
+// admit sets the first windows of a connection that somebody opens to us. Anybody
+// can: they get wide ones while half of the budget is free.
+func (b *windowBudget) admit(conf *quic.Config, known Path) {
 	const more = wideConnectionWindow - smallConnectionWindow
 	if !b.take(more, b.limit/2) {
 		conf.InitialConnectionReceiveWindow = smallConnectionWindow
 		return
 	}
+	conf.InitialStreamReceiveWindow = known.streamWindow()
 	next := conf.Tracer
 	conf.Tracer = func(ctx context.Context, isClient bool, id quic.ConnectionID) qlogwriter.Trace {
 		b.giveBack(ctx, more) // a server's connection ends with ctx

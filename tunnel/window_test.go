@@ -50,7 +50,7 @@ func TestWindowBudget(t *testing.T) {
 	b.settles(t, 0)
 }
 
-// Whoever opens a connection gets a wide window only while there is plenty.
+// Whoever opens a connection gets wide windows only while there is plenty.
 func TestFirstWindows(t *testing.T) {
 	const more = wideConnectionWindow - smallConnectionWindow
 	b := windowBudget{limit: 2 * 5 * more}
@@ -58,7 +58,7 @@ func TestFirstWindows(t *testing.T) {
 	wide := 0
 	for range 100 {
 		conf := quicConfig(minPacketSize)
-		b.admit(conf)
+		b.admit(conf, Path{})
 		switch conf.InitialConnectionReceiveWindow {
 		case wideConnectionWindow:
 			wide++
