@@ -28,7 +28,7 @@ DOCKER ?= $(if $(shell docker buildx version 2>/dev/null),docker,/usr/bin/docker
 # Docker builds it in its image of Go.
 OFFLINE ?= $(if $(wildcard $(GO)),1)
 
-.PHONY: all build image plugin install uninstall setup lint test e2e fuzz check demo demo-docker bench-tunnel bench-tun bench-docker clean
+.PHONY: all build image plugin install uninstall setup lint test e2e fuzz check demo demo-docker bench-tunnel bench-tun bench-flows bench-docker clean
 
 all: build
 
@@ -119,6 +119,10 @@ bench-tunnel: setup build
 
 bench-tun: setup
 	cd internal/bench && $(GO) run ./tun
+
+# QUICK=1 takes under 50 seconds.
+bench-flows: setup
+	cd internal/bench && $(GO) run ./flows
 
 # QUICK=1 takes under 50 seconds.
 bench-docker: setup build

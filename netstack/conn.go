@@ -2,6 +2,7 @@ package netstack
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"io"
 	"net"
@@ -47,6 +48,10 @@ func newConn(s *Stack, ep tcpip.Endpoint, events *waiter.Queue) *conn {
 	_ = ep.SetSockOpt(&interval)
 	_ = ep.SetSockOptInt(tcpip.KeepaliveCountOption, keepCount)
 	ep.SocketOptions().SetKeepAlive(true)
+	// That the share of others changes does not fail.
+	if share, _ := s.buffers.add(1); share < startBuffer {
+		ep.SocketOptions().SetReceiveBufferSize(int64(share), true)
+	}
 	c.readable.init(events, waiter.ReadableEvents|waiter.EventHUp|waiter.EventErr)
 	c.writable.init(events, waiter.WritableEvents|waiter.EventHUp|waiter.EventErr)
 	return c
@@ -217,18 +222,37 @@ func (c *conn) Close() error {
 		return c.failed("close", net.ErrClosed)
 	}
 	c.ep.Close()
+	c.over()
+	return nil
+}
+
+// over is what the first of Close and Reset does last.
+func (c *conn) over() {
+	_, _ = c.stack.buffers.add(-1)
 	c.readable.wake()
 	c.writable.wake()
-	return nil
 }
 
 // Reset aborts the connection, by RST.
 func (c *conn) Reset() error {
-	c.closed.Store(true)
+	first := !c.closed.Swap(true)
 	c.ep.Abort()
-	c.readable.wake()
-	c.writable.wake()
+	if first {
+		c.over()
+	}
 	return nil
+}
+
+// Context returns a context that is done when nothing comes or goes any more: for
+// who has read all and writes nothing it tells that the connection was reset.
+func (c *conn) Context() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	lost := waiter.NewFunctionEntry(waiter.EventHUp|waiter.EventErr, func(waiter.EventMask) { cancel() })
+	c.events.EventRegister(&lost)
+	if !isOpen(c.ep) {
+		cancel()
+	}
+	return ctx
 }
 
 // hangUp ends a connection, and returns when nothing of it is left. A peer that

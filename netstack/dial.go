@@ -1,6 +1,7 @@
 package netstack
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"net/netip"
@@ -20,11 +21,11 @@ import (
 
 // begin takes the SYN of a connection. What is refused costs no goroutine, and
 // nothing that stays, which matters in a flood.
-func (s *Stack) begin(t tuple, p *packet.Packet) {
-	f, refused := s.add(t, p)
+func (s *Stack) begin(t tuple, syn []byte) {
+	f, refused := s.add(t, syn)
 	switch {
 	case refused:
-		s.link.deliver(p.Data) // and gVisor resets what nobody takes
+		s.link.deliver(syn, len(syn)) // and gVisor resets what nobody takes
 	case f == nil:
 	case s.cfg.Dial == nil:
 		s.answer(f)
@@ -37,7 +38,7 @@ func (s *Stack) begin(t tuple, p *packet.Packet) {
 }
 
 // add makes a flow of a SYN, unless it is refused, or, with nil, to be dropped.
-func (s *Stack) add(t tuple, p *packet.Packet) (f *flow, refused bool) {
+func (s *Stack) add(t tuple, syn []byte) (f *flow, refused bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	from := t.from.Addr()
@@ -50,7 +51,7 @@ func (s *Stack) add(t tuple, p *packet.Packet) (f *flow, refused bool) {
 		s.cfg.Drops.Add(packet.DropQueueFull, 1)
 		return nil, false
 	}
-	f = &flow{tuple: t, syn: append([]byte(nil), p.Data...)}
+	f = &flow{tuple: t, syn: bytes.Clone(syn)}
 	if s.cfg.Admit != nil {
 		var ok bool
 		if f.release, ok = s.cfg.Admit(from); !ok {
@@ -114,7 +115,7 @@ func (s *Stack) fail(f *flow, err error) {
 		}
 	case isTimeout(err) && !again && s.ctx.Err() == nil:
 	default:
-		s.link.deliver(syn) // and gVisor resets what nobody takes
+		s.link.deliver(syn, len(syn)) // and gVisor resets what nobody takes
 	}
 }
 
@@ -143,7 +144,7 @@ func (s *Stack) answer(f *flow) {
 	syn := f.syn
 	f.syn = nil
 	f.mu.Unlock()
-	s.link.deliver(syn) // and accept runs
+	s.link.deliver(syn, len(syn)) // and accept runs
 	f.mu.Lock()
 	accepted := f.accepted
 	f.mu.Unlock()

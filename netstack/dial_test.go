@@ -179,6 +179,9 @@ func TestReset(t *testing.T) {
 	l, _ := newDialLab(t, func(c *net.TCPConn) {
 		select {
 		case <-reset:
+			if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+				t.Error(err)
+			}
 			c.SetLinger(0)
 		default:
 			_, err := io.Copy(io.Discard, c)
@@ -193,6 +196,9 @@ func TestReset(t *testing.T) {
 	}
 	close(reset)
 	c = l.dial(t, "10.0.0.1:80")
+	if _, err := c.Write([]byte("a")); err != nil {
+		t.Error(err)
+	}
 	if n, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("the app reads %d: %v", n, err)
 	}

@@ -39,7 +39,7 @@ func (f *flow) repeats(p *packet.Packet, h *packet.Header) bool {
 		return false
 	}
 	if begins(p, h) {
-		f.syn = append(f.syn[:0], p.Data[:h.HeaderLen]...)
+		f.syn = append(f.syn[:0], p.Data...)
 		f.again = true
 	}
 	return true

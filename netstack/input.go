@@ -42,10 +42,14 @@ func (s *Stack) Takes(p *packet.Packet, h packet.Header) Claim {
 	return Foreign
 }
 
+// maxSYN is how much of a SYN is kept. One that carries data may be longer: its
+// sender tries without, when it gets no answer (RFC 7413, section 4.1.3).
+const maxSYN = 2048
+
 // begins reports whether a packet of TCP is the first of a connection.
 func begins(p *packet.Packet, h *packet.Header) bool {
 	const fin, syn, rst, ack = 0x01, 0x02, 0x04, 0x10
-	return p.Data[h.IPLen+13]&(fin|syn|rst|ack) == syn
+	return p.Data[h.IPLen+13]&(fin|syn|rst|ack) == syn && len(p.Data) <= maxSYN
 }
 
 func (s *Stack) owns(a netip.Addr) bool {
@@ -83,16 +87,16 @@ func (s *Stack) input(p *packet.Packet) {
 		var cut packet.Splitter
 		cut.Reset(p, h, 0)
 		for b := cut.Next(); b != nil; b = cut.Next() {
-			s.link.deliver(b)
+			s.link.deliver(b, h.HeaderLen)
 		}
 		return
 	}
 	t := tupleOf(&h)
 	switch f := s.flows.get(t); {
 	case f == nil && !own && begins(p, &h):
-		s.begin(t, p)
+		s.begin(t, p.Data)
 	case f != nil && f.repeats(p, &h):
 	default:
-		s.link.deliver(p.Data)
+		s.link.deliver(p.Data, h.HeaderLen)
 	}
 }

@@ -31,8 +31,10 @@ var (
 	_ stack.GSOEndpoint  = (*link)(nil)
 )
 
-// deliver hands a packet to gVisor, which keeps a copy.
-func (l *link) deliver(b []byte) {
+// deliver hands a packet, with headers of n bytes, to gVisor, which keeps a copy.
+// They have a piece of memory of their own: gVisor copies the whole piece, and be it
+// 64 KiB, where it reads headers of a packet that is kept elsewhere too.
+func (l *link) deliver(b []byte, n int) {
 	up := l.up.Load()
 	if up == nil {
 		return
@@ -41,7 +43,12 @@ func (l *link) deliver(b []byte) {
 	if b[0]>>4 == 6 {
 		proto = header.IPv6ProtocolNumber
 	}
-	p := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: buffer.MakeWithData(b)})
+	in := buffer.MakeWithView(buffer.NewViewWithData(b[:n]))
+	if len(b) > n {
+		// It does not fail.
+		_ = in.Append(buffer.NewViewWithData(b[n:]))
+	}
+	p := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: in})
 	(*up).DeliverNetworkPacket(proto, p)
 	p.DecRef()
 }

@@ -73,6 +73,12 @@ type Config struct {
 	// is refused by RST. Nil admits all. Admit must not block.
 	Admit func(from netip.Addr) (release func(), ok bool)
 
+	// Buffer is what a connection may keep in each direction at most. Zero is 1 MiB:
+	// enough where apps are near, within milliseconds. Where they are far, 2
+	// bandwidth-delay products are; 4 MiB carry 160 Mbit/s over 100 ms. With many
+	// connections each may keep less, so that all together have about 256 MiB.
+	Buffer int
+
 	// Drops counts what is not taken; nil counts for nobody.
 	Drops *packet.Drops
 }
@@ -84,6 +90,7 @@ type Stack struct {
 	link      *link
 	forwarder *tcp.Forwarder
 	flows     flows
+	buffers   buffers
 	errors    packet.Limiter // of ICMP
 	// own are the addresses of listeners.
 	own atomic.Pointer[map[netip.Addr]struct{}]
@@ -103,11 +110,6 @@ type Stack struct {
 
 const (
 	nic = 1
-
-	// startBuffer is what a connection may keep in each direction, maxBuffer what it may
-	// where its round trips and its speed need that.
-	startBuffer = 128 << 10
-	maxBuffer   = 4 << 20
 
 	// maxComing is how many connections may be dialled or in their handshake at a
 	// time, maxComingFrom how many of one source.
@@ -138,8 +140,13 @@ func New(cfg Config) (*Stack, error) {
 		return nil, fmt.Errorf("netstack: MTU %d: choose one from %d to %d", cfg.MTU, header.IPv6MinimumMTU, math.MaxUint16)
 	case cfg.Output == nil:
 		return nil, errors.New("netstack: Output is not set")
+	case cfg.Buffer < 0 || cfg.Buffer > 0 && cfg.Buffer < startBuffer:
+		return nil, fmt.Errorf("netstack: Buffer %d: choose %d or more", cfg.Buffer, startBuffer)
 	case cfg.Dial != nil && cfg.Serve != nil:
 		return nil, errors.New("netstack: both Dial and Serve are set")
+	}
+	if cfg.Buffer == 0 {
+		cfg.Buffer = nearBuffer
 	}
 	if cfg.Drops == nil {
 		cfg.Drops = new(packet.Drops)
@@ -159,6 +166,7 @@ func New(cfg Config) (*Stack, error) {
 		sources: make(map[netip.Addr]int),
 	}
 	s.flows.init()
+	s.buffers.stack, s.buffers.most = s.stack, cfg.Buffer
 	s.own.Store(&map[netip.Addr]struct{}{})
 	s.ctx, s.end = context.WithCancel(context.Background())
 	if err := s.setUp(); err != nil {
@@ -170,6 +178,7 @@ func New(cfg Config) (*Stack, error) {
 func (s *Stack) setUp() error {
 	sack, moderate := tcpip.TCPSACKEnabled(true), tcpip.TCPModerateReceiveBufferOption(true)
 	recovery, control := tcpip.TCPRACKLossDetection, tcpip.CongestionControlOption("cubic")
+	_, limit := s.buffers.add(0)
 	for _, err := range []tcpip.Error{
 		s.stack.CreateNIC(nic, s.link),
 		s.stack.SetPromiscuousMode(nic, true), // takes what is for any address
@@ -178,10 +187,7 @@ func (s *Stack) setUp() error {
 		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &recovery),
 		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &control),
 		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &moderate),
-		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &tcpip.TCPReceiveBufferSizeRangeOption{
-			Min: tcp.MinBufferSize, Default: startBuffer, Max: maxBuffer}),
-		s.stack.SetTransportProtocolOption(tcp.ProtocolNumber, &tcpip.TCPSendBufferSizeRangeOption{
-			Min: tcp.MinBufferSize, Default: startBuffer, Max: maxBuffer}),
+		limit,
 	} {
 		if err != nil {
 			return errors.New(err.String())

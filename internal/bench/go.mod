@@ -12,6 +12,7 @@ require (
 
 require (
 	github.com/dunglas/httpsfv v1.1.1 // indirect
+	github.com/google/btree v1.1.2 // indirect
 	github.com/quic-go/qpack v0.6.0 // indirect
 	github.com/quic-go/quic-go v0.65.0 // indirect
 	github.com/vishvananda/netns v0.0.5 // indirect
@@ -21,6 +22,7 @@ require (
 	golang.org/x/text v0.43.0 // indirect
 	golang.org/x/time v0.16.0 // indirect
 	golang.zx2c4.com/wintun v0.0.0-20230126152724-0fa3db229ce2 // indirect
+	gvisor.dev/gvisor v0.0.0-20250503011706-39ed1f5ac29c // indirect
 )
 
 replace github.com/quicvpn/quicvpn => ../..
