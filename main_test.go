@@ -370,7 +370,7 @@ func newToken(t *testing.T) string {
 
 // TestTokenInArguments warns of a token that ps shows, and of no other.
 func TestTokenInArguments(t *testing.T) {
-	const warning = "--token shows the join token to everybody who can run ps on this host: use --token-file"
+	const warning = "--token shows a secret to everybody who can run ps on this host: use --token-file"
 	for _, tt := range []struct {
 		name string
 		warn bool

@@ -101,6 +101,7 @@ type Gateway struct {
 	egress *egress
 	router *router
 	names  *names // nil if there are none
+	flows  *flows
 	drops  packet.Drops
 	close  func() error
 }
@@ -138,6 +139,7 @@ func newGateway(cfg Config) (_ *Gateway, err error) {
 	g.server, err = tunnel.Listen(tunnel.ServerConfig{
 		Listen: cfg.Listen, Key: g.state.Key(), Authorize: g.authorize, Serve: g.serve, Leave: g.leave,
 		Queues: cfg.Queues, MTU: cfg.MTU, Congestion: cfg.Congestion, DisableOffload: cfg.DisableOffload,
+		DialTCP: g.dialTCP, DialUDP: g.dialUDP,
 		Drops: &g.drops, Log: cfg.Log,
 	})
 	if err != nil {
@@ -170,7 +172,17 @@ func newGateway(cfg Config) (_ *Gateway, err error) {
 		}
 		g.router.cfg.names = g.names.take
 	}
+	g.flows = newFlows(g.router, g.egress.ns, g.names, cfg.Log)
 	return g, nil
+}
+
+// dialTCP and dialUDP open what clients' flows lead to; clients come after New.
+func (g *Gateway) dialTCP(ctx context.Context, s *tunnel.Session, address string) (net.Conn, error) {
+	return g.flows.dialTCP(ctx, s, address)
+}
+
+func (g *Gateway) dialUDP(ctx context.Context, s *tunnel.Session, address string) (net.Conn, error) {
+	return g.flows.dialUDP(ctx, s, address)
 }
 
 // Addr returns the UDP address that the gateway is bound to.
@@ -329,17 +341,18 @@ func (g *Gateway) serve(_ context.Context, s *tunnel.Session) {
 func (g *Gateway) report(ctx context.Context) error {
 	tick := time.NewTicker(reportInterval)
 	defer tick.Stop()
-	sessions, drops, names := 0, map[string]uint64{}, map[string]uint64{}
+	sessions, drops, names, flows := 0, map[string]uint64{}, map[string]uint64{}, map[string]uint64{}
 	for {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-tick.C:
 		}
-		s, d, n := g.router.sessions(), g.drops.Snapshot(), g.names.counters()
-		if s != sessions || !maps.Equal(d, drops) || n["failed"] != names["failed"] || n["refused"] != names["refused"] {
-			g.cfg.Log.Info("traffic", "sessions", s, "drops", d, "names", n)
-			sessions, drops, names = s, d, n
+		s, d, n, f := g.router.sessions(), g.drops.Snapshot(), g.names.counters(), g.flows.counters()
+		if s != sessions || !maps.Equal(d, drops) || n["failed"] != names["failed"] || n["refused"] != names["refused"] ||
+			f["refused"] != flows["refused"] {
+			g.cfg.Log.Info("traffic", "sessions", s, "drops", d, "names", n, "flows", f)
+			sessions, drops, names, flows = s, d, n, f
 		}
 	}
 }

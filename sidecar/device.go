@@ -108,9 +108,9 @@ func (d *device) WritePackets(queue int, pkts []packet.Packet) {
 	}
 }
 
-// pump reads all queues and hands what it reads to the link, until ctx ends or
-// the device fails. It closes the device.
-func (d *device) pump(ctx context.Context, link *Link) error {
+// pump reads all queues and hands on what it reads, until ctx ends or the device
+// fails. It closes the device.
+func (d *device) pump(ctx context.Context, to *ender) error {
 	g, ctx := errgroup.WithContext(ctx)
 	defer context.AfterFunc(ctx, func() { d.Close() })()
 	for i, q := range d.queues {
@@ -121,7 +121,7 @@ func (d *device) pump(ctx context.Context, link *Link) error {
 				if err != nil {
 					return err
 				}
-				link.Send(i, pkts[:n], d)
+				to.send(i, pkts[:n], d)
 			}
 		})
 	}
@@ -130,10 +130,10 @@ func (d *device) pump(ctx context.Context, link *Link) error {
 
 // pump carries packets until ctx ends. A device that something else has taken
 // away is opened again.
-func (n *network) pump(ctx context.Context, link *Link) error {
+func (n *network) pump(ctx context.Context, to *ender) error {
 	for ctx.Err() == nil {
 		dev := n.dev.Load()
-		err := dev.pump(ctx, link)
+		err := dev.pump(ctx, to)
 		if ctx.Err() != nil {
 			break
 		}
@@ -147,6 +147,15 @@ func (n *network) pump(ctx context.Context, link *Link) error {
 		}
 	}
 	return nil
+}
+
+// WritePackets writes packets to the device, if it is there.
+func (n *network) WritePackets(queue int, pkts []packet.Packet) {
+	if dev := n.dev.Load(); dev != nil {
+		dev.WritePackets(queue, pkts)
+	} else {
+		n.drops.Add(packet.DropDevice, len(pkts))
+	}
 }
 
 // reopen opens the device again. Should the rest fail, keep repeats it.

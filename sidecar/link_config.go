@@ -40,6 +40,8 @@ type LinkConfig struct {
 	// Announce are the prefixes, at most 16, that other members of the network
 	// shall reach through this client.
 	Announce []netip.Prefix
+	// TCP says what EndsTCP answers.
+	TCP TCPMode
 	// TCPOpen says when Dial returns.
 	TCPOpen TCPOpen
 	// Drops counts what the sessions drop, and what comes while there is none; nil

@@ -101,7 +101,10 @@ type Config struct {
 	// ProxyAuth says whether a user may use the proxies, as socks5.Credentials does;
 	// nil lets everybody.
 	ProxyAuth func(user, password string) bool
-	// TCPOpen says when a proxy answers that a connection is open.
+	// TCP says how the namespace's TCP connections go to the gateway.
+	TCP TCPMode
+	// TCPOpen says when a connection that goes as a flow is open for a program, by a
+	// proxy or by TCP.
 	TCPOpen TCPOpen
 	// ResolvConf has /etc/resolv.conf name the gateway for as long as the sidecar
 	// runs.
@@ -223,9 +226,14 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+	ends, err := newEnder(link, n)
+	if err != nil {
+		return err
+	}
+	defer ends.Close()
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return n.keep(ctx) })
-	g.Go(func() error { return n.pump(ctx, link) })
+	g.Go(func() error { return n.pump(ctx, ends) })
 	g.Go(func() error { return link.Run(ctx) })
 	g.Go(func() error { return s.serveProxies(ctx, link, listeners) })
 	g.Go(func() error { s.keepStatus(ctx, link, n.status); return nil })
@@ -241,6 +249,7 @@ func (s *Sidecar) linkConfig() LinkConfig {
 		Key:            s.key,
 		Queues:         s.cfg.Queues,
 		MTU:            s.cfg.MTU,
+		TCP:            s.cfg.TCP,
 		TCPOpen:        s.cfg.TCPOpen,
 		Drops:          &s.drops,
 		Log:            s.cfg.Log,

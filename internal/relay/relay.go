@@ -10,6 +10,7 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -96,7 +97,7 @@ var errLost = errors.New("the connection was lost")
 // connections it cannot know.
 func (r *relayed) awaitLoss(c net.Conn) error {
 	switch c := c.(type) {
-	case *net.TCPConn:
+	case syscall.Conn: // a socket of TCP, as it is or inside another
 		return AwaitReset(c)
 	case interface{ Context() context.Context }:
 		select {
@@ -112,7 +113,7 @@ func (r *relayed) awaitLoss(c net.Conn) error {
 
 // AwaitReset returns the error by which a TCP connection is reset, or nil when its
 // read deadline has passed.
-func AwaitReset(c *net.TCPConn) error {
+func AwaitReset(c syscall.Conn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
@@ -207,7 +208,7 @@ func Reset(c net.Conn) {
 	switch c := c.(type) {
 	case interface{ Reset() error }:
 		_ = c.Reset()
-	case *net.TCPConn:
+	case interface{ SetLinger(int) error }:
 		_ = c.SetLinger(0)
 	}
 	_ = c.Close()
