@@ -256,6 +256,7 @@ func (g *Gateway) authorize(_ context.Context, join tunnel.Join) (tunnel.Grant, 
 	}
 	g.egress.admit(c)
 	granted := g.grant(c)
+	granted.Names = join.Names
 	granted.Announced, granted.AnnounceRefused, granted.Peers = g.router.claim(c, join.Announce)
 	return granted, nil
 }

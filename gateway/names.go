@@ -14,6 +14,7 @@ import (
 	"github.com/quicvpn/quicvpn/internal/dnsforward"
 	"github.com/quicvpn/quicvpn/internal/packet"
 	"github.com/quicvpn/quicvpn/netstack"
+	"github.com/quicvpn/quicvpn/tunnel"
 )
 
 // A container asks the name server that its host asks, which is mostly in the
@@ -128,7 +129,7 @@ func (n *names) counters() map[string]uint64 {
 // Only what comes from the client's own addresses is taken: the answer must find
 // the way back.
 func (n *names) take(p *port, queue int, pkt *packet.Packet, h packet.Header) bool {
-	if h.DstPort != namePort || !h.Plain() || h.Fragment || !n.standsFor(h.Dst) || !p.owns(h.Src) {
+	if h.DstPort != namePort || !h.Plain() || h.Fragment || p.names == tunnel.NamesOff || !n.standsFor(p, h.Dst) || !p.owns(h.Src) {
 		return false
 	}
 	if h.Proto == packet.UDP && pkt.Segment != 0 {
@@ -148,11 +149,14 @@ func (n *names) take(p *port, queue int, pkt *packet.Packet, h packet.Header) bo
 
 // standsFor reports whether an address may be a name server's that the gateway
 // stands for: those which the policy closes, the host's and the gateway's own. A
-// public one that an allow list leaves out stays refused.
-func (n *names) standsFor(dst netip.Addr) bool {
+// public one that an allow list leaves out stays refused, unless the client wants to
+// have all of them answered here.
+func (n *names) standsFor(p *port, dst netip.Addr) bool {
 	switch {
 	case dst.IsMulticast() || dst == broadcast || dst.Is4In6():
 		return false
+	case p.names == tunnel.NamesAll:
+		return true
 	case dst == n.router.own4 || dst == n.router.own6 || closedPrivate.Contains(dst) || closedNever.Contains(dst):
 		return true
 	}

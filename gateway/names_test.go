@@ -102,6 +102,10 @@ func TestNamesStandsFor(t *testing.T) {
 	isHost := l.router.cfg.isHost
 	l.router.cfg.isHost = func(ip netip.Addr) bool { return ip == host4 || ip == host6 || isHost(ip) }
 	lan, _ := l.join(t, 7, "one", "10.91.0.7", "fd12::7", prefixes("192.168.1.0/24 fd00:1::/64")...)
+	all, _ := l.join(t, 8, "one", "10.91.0.8", "fd12::8")
+	all.names = tunnel.NamesAll
+	off, _ := l.join(t, 9, "one", "10.91.0.10", "fd12::10")
+	off.names = tunnel.NamesOff
 	for _, tt := range []struct {
 		from     *port
 		dst      string
@@ -124,6 +128,16 @@ func TestNamesStandsFor(t *testing.T) {
 		{l.a, gw6, true, ""},
 		{lan, "192.168.2.1", true, ""}, // not among what it may reach
 		{lan, "203.0.113.2", true, ""},
+
+		{all, web4, true, ""},
+		{all, web6, true, ""},
+		{all, "192.168.1.1", true, ""},
+		{all, gw4, true, ""},
+		{all, b4, false, "peer"},
+		{all, "224.0.0.251", false, "destination"},
+		{off, "192.168.1.1", false, "destination"},
+		{off, gw4, false, "destination"},
+		{off, web4, false, "out"},
 
 		{l.a, web4, false, "out"},
 		{l.a, web6, false, "out"},

@@ -74,6 +74,7 @@ type port struct {
 	session session
 	policy  *policy
 	network *network
+	names   tunnel.Names // which queries for names are answered here
 	// announced are the prefixes of the client's claims.
 	announced []netip.Prefix
 	errors    errorSink
@@ -130,7 +131,7 @@ func (r *router) setLocked(ip netip.Addr, p *port) {
 // session. An older session of the client loses them in the same moment and is
 // closed. It returns nil for a client that was revoked meanwhile.
 func (r *router) attach(c Client, s session, pol *policy, granted tunnel.Grant) *port {
-	p := &port{router: r, client: c, session: s, policy: pol}
+	p := &port{router: r, client: c, session: s, policy: pol, names: granted.Names}
 	p.errors.port = p
 	old, ok := r.replace(p, granted)
 	if !ok {

@@ -85,6 +85,9 @@ func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
 	}
 	switch w := last.way; w.kind {
 	case wayOut:
+		if p.asksAnyName(queue, pkt, h) {
+			return way{}
+		}
 		if !inPool { // the internet cannot answer it
 			r.cfg.drops.Add(packet.DropSource, 1)
 			p.answerUnreachable(queue, pkt.Data, packet.AdminProhibited)
@@ -111,6 +114,9 @@ func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
 		r.cfg.drops.Add(packet.DropDestination, 1)
 		p.answerUnreachable(queue, pkt.Data, packet.AdminProhibited)
 	case wayUnrouted:
+		if p.asksAnyName(queue, pkt, h) {
+			return way{}
+		}
 		r.cfg.drops.Add(packet.DropDestination, 1)
 		p.answerUnreachable(queue, pkt.Data, packet.NoRoute)
 	}
@@ -118,6 +124,13 @@ func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
 }
 
 // find returns the way to an address.
+// asksAnyName takes a packet to a public name server, where the client has all of
+// them answered here.
+func (p *port) asksAnyName(queue int, pkt *packet.Packet, h packet.Header) bool {
+	names := p.router.cfg.names
+	return p.names == tunnel.NamesAll && h.DstPort == namePort && names != nil && names(p, queue, pkt, h)
+}
+
 func (p *port) find(dst netip.Addr) way {
 	r := p.router
 	switch {

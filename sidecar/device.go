@@ -110,7 +110,7 @@ func (d *device) WritePackets(queue int, pkts []packet.Packet) {
 
 // pump reads all queues and hands on what it reads, until ctx ends or the device
 // fails. It closes the device.
-func (d *device) pump(ctx context.Context, to *ender) error {
+func (d *device) pump(ctx context.Context, to *Ender) error {
 	g, ctx := errgroup.WithContext(ctx)
 	defer context.AfterFunc(ctx, func() { d.Close() })()
 	for i, q := range d.queues {
@@ -130,7 +130,7 @@ func (d *device) pump(ctx context.Context, to *ender) error {
 
 // pump carries packets until ctx ends. A device that something else has taken
 // away is opened again.
-func (n *network) pump(ctx context.Context, to *ender) error {
+func (n *network) pump(ctx context.Context, to *Ender) error {
 	for ctx.Err() == nil {
 		dev := n.dev.Load()
 		err := dev.pump(ctx, to)

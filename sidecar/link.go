@@ -155,6 +155,7 @@ func (l *Link) quicDialer(out wayOut) func(context.Context, netip.AddrPort) (ses
 		Secret:   cfg.Token.SecretText(),
 		Block:    cfg.Block,
 		Announce: cfg.Announce,
+		Names:    cfg.Names,
 		Mark:     out.mark,
 		Queues:   cfg.Queues,
 		MTU:      cfg.MTU,

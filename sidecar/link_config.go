@@ -40,6 +40,8 @@ type LinkConfig struct {
 	// Announce are the prefixes, at most 16, that other members of the network
 	// shall reach through this client.
 	Announce []netip.Prefix
+	// Names says which queries for names the gateway answers itself.
+	Names tunnel.Names
 	// TCP says what EndsTCP answers.
 	TCP TCPMode
 	// TCPOpen says when Dial returns.

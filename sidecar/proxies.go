@@ -67,19 +67,25 @@ func closeAll(listeners []net.Listener) {
 	}
 }
 
+// Proxy returns a proxy for SOCKS5 and HTTP whose connections and datagrams the
+// gateway passes on. It lets everybody pass.
+func (l *Link) Proxy() *socks5.Server {
+	relays := &udpRelays{dial: func(ctx context.Context, address string) (udpConn, error) { return l.DialUDP(ctx, address) }}
+	return &socks5.Server{
+		Dial:      l.Dial,
+		Associate: func(context.Context) (socks5.PacketRelay, error) { return relays.relay(), nil },
+		Name:      "quicvpn",
+		Log:       l.cfg.Log,
+	}
+}
+
 // serveProxies serves the proxies' clients until ctx ends, which resets them.
 func (s *Sidecar) serveProxies(ctx context.Context, link *Link, listeners []net.Listener) error {
 	if len(listeners) == 0 {
 		return nil
 	}
-	relays := &udpRelays{dial: func(ctx context.Context, address string) (udpConn, error) { return link.DialUDP(ctx, address) }}
-	proxy := &socks5.Server{
-		Dial:         link.Dial,
-		Associate:    func(context.Context) (socks5.PacketRelay, error) { return relays.relay(), nil },
-		Authenticate: s.cfg.ProxyAuth,
-		Name:         "quicvpn",
-		Log:          s.cfg.Log,
-	}
+	proxy := link.Proxy()
+	proxy.Authenticate = s.cfg.ProxyAuth
 	g, ctx := errgroup.WithContext(ctx)
 	for _, l := range listeners {
 		s.cfg.Log.Info("a proxy listens, for SOCKS5 and HTTP", "address", l.Addr(), "credentials", s.cfg.ProxyAuth != nil)

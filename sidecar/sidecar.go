@@ -226,10 +226,7 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	ends, err := newEnder(link, n)
-	if err != nil {
-		return err
-	}
+	ends := NewEnder(link, n.WritePackets)
 	defer ends.Close()
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return n.keep(ctx) })

@@ -6,6 +6,8 @@ import (
 	"net/netip"
 	"slices"
 	"strconv"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
@@ -64,81 +66,137 @@ func (l *Link) EndsTCP(to netip.AddrPort) bool {
 	return !slices.ContainsFunc(l.Peers(), func(p netip.Prefix) bool { return p.Contains(to.Addr()) })
 }
 
-// An ender stands between a device and a link: it ends what is to be carried as
-// flows, and lets the rest pass as packets.
-type ender struct {
-	link  *Link
-	stack *netstack.Stack // nil where all pass
+// An Ender ends TCP connections that come as packets, where LinkConfig.TCP says so,
+// and has the gateway of a link open them anew. It costs nothing before the first.
+type Ender struct {
+	link *Link
+	out  func(queue int, pkts []packet.Packet)
+
+	stack atomic.Pointer[netstack.Stack] // nil before the first
+	mu    sync.Mutex                     // guards over, and who makes the stack
+	over  bool
 }
 
-// newEnder returns an ender whose answers go to out.
-func newEnder(link *Link, out tunnel.Sink) (*ender, error) {
-	e := &ender{link: link}
-	if link.cfg.TCP == TCPPacket {
-		return e, nil
+// NewEnder returns an Ender whose answers go to out, which must not block. All
+// packets of a connection come with one queue number.
+func NewEnder(link *Link, out func(queue int, pkts []packet.Packet)) *Ender {
+	return &Ender{link: link, out: out}
+}
+
+// Stack returns what ends the connections, for those who listen there. It returns
+// net.ErrClosed after Close.
+func (e *Ender) Stack() (*netstack.Stack, error) {
+	if s := e.stack.Load(); s != nil {
+		return s, nil
 	}
-	var err error
-	e.stack, err = netstack.New(netstack.Config{
-		MTU: maxMTU,
-		Output: func(pkts []packet.Packet) {
-			h, err := packet.Parse(pkts[0].Data)
-			if err != nil {
-				link.cfg.Drops.Add(packet.DropMalformed, len(pkts))
-				return
-			}
-			out.WritePackets(int(packet.FlowHash(h, pkts[0].Data)>>1), pkts)
-		},
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if s := e.stack.Load(); s != nil {
+		return s, nil
+	}
+	if e.over {
+		return nil, net.ErrClosed
+	}
+	s, err := netstack.New(netstack.Config{
+		MTU:    maxMTU,
+		Output: e.output,
 		Dial: func(ctx context.Context, _, to netip.AddrPort) (net.Conn, error) {
-			return link.Dial(ctx, "tcp", to.String())
+			return e.link.Dial(ctx, "tcp", to.String())
 		},
-		Drops: link.cfg.Drops,
+		Drops: e.link.cfg.Drops,
 	})
-	return e, err
+	if err == nil {
+		e.stack.Store(s)
+	}
+	return s, err
+}
+
+func (e *Ender) output(pkts []packet.Packet) {
+	h, err := packet.Parse(pkts[0].Data)
+	if err != nil {
+		e.link.cfg.Drops.Add(packet.DropMalformed, len(pkts))
+		return
+	}
+	e.out(int(packet.FlowHash(h, pkts[0].Data)>>1), pkts)
 }
 
 // Close resets the connections that are ended here.
-func (e *ender) Close() error {
-	if e.stack == nil {
-		return nil
+func (e *Ender) Close() error {
+	e.mu.Lock()
+	e.over = true
+	e.mu.Unlock()
+	if s := e.stack.Load(); s != nil {
+		return s.Close()
 	}
-	return e.stack.Close()
+	return nil
 }
 
-// send takes packets as Link.Send does.
-func (e *ender) send(queue int, pkts []packet.Packet, errs tunnel.Sink) {
-	if e.stack == nil {
-		e.link.Send(queue, pkts, errs)
-		return
-	}
-	for len(pkts) > 0 {
-		ended, n := e.run(pkts)
-		if ended {
-			e.stack.Input(pkts[:n])
-		} else {
-			e.link.Send(queue, pkts[:n], errs)
-		}
-		pkts = pkts[n:]
-	}
-}
-
-// run returns for how many packets the first one's answer holds.
-func (e *ender) run(pkts []packet.Packet) (ended bool, n int) {
-	ended = e.ends(&pkts[0])
-	for n = 1; n < len(pkts) && e.ends(&pkts[n]) == ended; n++ {
-	}
-	return ended, n
-}
-
-func (e *ender) ends(p *packet.Packet) bool {
-	h, err := packet.Parse(p.Data)
-	if err != nil || h.Proto != packet.TCP {
+// Ends reports whether a packet that leaves, with its header, is one for Input.
+func (e *Ender) Ends(p *packet.Packet, h packet.Header) bool {
+	if h.Proto != packet.TCP || h.Fragment {
 		return false
 	}
-	switch e.stack.Takes(p, h) {
+	claim := netstack.Foreign
+	s := e.stack.Load()
+	if s != nil {
+		claim = s.Takes(p, h)
+	} else if begins(p, h) {
+		claim = netstack.Begins
+	}
+	switch claim {
 	case netstack.Held:
 		return true
 	case netstack.Begins:
-		return e.link.EndsTCP(netip.AddrPortFrom(h.Dst, h.DstPort))
+		if !e.link.EndsTCP(netip.AddrPortFrom(h.Dst, h.DstPort)) {
+			return false
+		}
+		if s == nil {
+			if _, err := e.Stack(); err != nil {
+				e.link.cfg.Log.Debug("connections cannot be ended here; they pass as packets", "error", err)
+				return false
+			}
+		}
+		return true
 	}
 	return false
+}
+
+// begins reports whether a packet of TCP begins a connection.
+func begins(p *packet.Packet, h packet.Header) bool {
+	const fin, syn, rst, ack = 1, 2, 4, 16
+	return h.HeaderLen > h.IPLen && p.Data[h.IPLen+13]&(fin|syn|rst|ack) == syn
+}
+
+// Input takes packets of which Ends is true, which it borrows. It does not block.
+func (e *Ender) Input(pkts []packet.Packet) {
+	if s := e.stack.Load(); s != nil {
+		s.Input(pkts)
+	}
+}
+
+// send passes on what a device reads: to the gateway as packets, but for what is to
+// be ended.
+func (e *Ender) send(queue int, pkts []packet.Packet, errs tunnel.Sink) {
+	start, run := 0, false
+	for i := range pkts {
+		ends := false
+		if h, err := packet.Parse(pkts[i].Data); err == nil {
+			ends = e.Ends(&pkts[i], h)
+		}
+		if ends != run {
+			e.pass(queue, pkts[start:i], run, errs)
+			start, run = i, ends
+		}
+	}
+	e.pass(queue, pkts[start:], run, errs)
+}
+
+func (e *Ender) pass(queue int, pkts []packet.Packet, ends bool, errs tunnel.Sink) {
+	switch {
+	case len(pkts) == 0:
+	case ends:
+		e.Input(pkts)
+	default:
+		e.link.Send(queue, pkts, errs)
+	}
 }

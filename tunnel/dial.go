@@ -34,6 +34,8 @@ type Dialer struct {
 	// Announce are prefixes, at most 16, in which the network's other clients
 	// may reach somebody through this one: Grant.Announced.
 	Announce []netip.Prefix
+	// Names asks the gateway to answer queries for names itself.
+	Names Names
 	// Mark is the SO_MARK of the UDP socket; zero sets none.
 	Mark uint32
 	// Queues is the number of streams for super-packets; zero means one.

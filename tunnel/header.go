@@ -32,6 +32,7 @@ const (
 const (
 	headerBlock    = "Quicvpn-Block"    // Join.Block, a boolean of RFC 9651
 	headerAnnounce = "Quicvpn-Announce" // Join.Announce, comma-separated
+	headerNames    = "Quicvpn-Names"    // Join.Names, a token
 )
 
 // maxAnnounce bounds what a client may announce.
@@ -72,6 +73,9 @@ func (d *Dialer) wishToHeader(h http.Header) {
 	if len(d.Announce) > 0 {
 		h.Set(headerAnnounce, join(d.Announce))
 	}
+	if d.Names != NamesPrivate {
+		h.Set(headerNames, string(d.Names))
+	}
 }
 
 // wishFromHeader reads what a client asks for. Its errors are *RefusedError.
@@ -82,6 +86,13 @@ func wishFromHeader(h http.Header, join *Join) error {
 		join.Block = true
 	default:
 		return refuseWish("bad-block", "the header %s is neither ?1 nor ?0 (RFC 9651, section 3.3.6)", headerBlock)
+	}
+	switch names := h.Values(headerNames); {
+	case len(names) == 0:
+	case len(names) == 1 && (Names(names[0]) == NamesAll || Names(names[0]) == NamesOff):
+		join.Names = Names(names[0])
+	default:
+		return refuseWish("bad-names", "the header %s is neither %s nor %s", headerNames, NamesAll, NamesOff)
 	}
 	lines := h.Values(headerAnnounce)
 	if len(lines) == 0 {

@@ -35,6 +35,8 @@ type Join struct {
 	// Announce are prefixes, at most 16 and none within another, in which the
 	// network's other clients may reach somebody through it.
 	Announce []netip.Prefix
+	// Names says which of its queries for names the gateway is to answer.
+	Names Names
 	// Remote is where it comes from.
 	Remote netip.AddrPort
 }

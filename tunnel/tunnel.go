@@ -42,6 +42,20 @@ func KeyFingerprint(pub ed25519.PublicKey) Fingerprint {
 // String returns the fingerprint in unpadded base64url.
 func (f Fingerprint) String() string { return base64.RawURLEncoding.EncodeToString(f[:]) }
 
+// A Names says which queries of a client for names (port 53) a gateway answers itself,
+// in the place of the name server that is asked.
+type Names string
+
+const (
+	// NamesPrivate are those to private name servers, which are not reached through a
+	// tunnel, and to the gateway itself.
+	NamesPrivate Names = ""
+	// NamesAll are those to any name server.
+	NamesAll Names = "all"
+	// NamesOff are none.
+	NamesOff Names = "off"
+)
+
 // A Grant is what a gateway gives to a client that it accepts.
 type Grant struct {
 	// Network is the name of the network that the client belongs to.
@@ -62,6 +76,8 @@ type Grant struct {
 	// Gateway are the gateway's own addresses in the network, the sources of
 	// its ICMP errors.
 	Gateway []netip.Addr
+	// Names is what the client asked for; a client does not hear of it.
+	Names Names
 	// Peers are the prefixes in which the other clients of the network live, and
 	// those that they have announced. Session.Peers knows how they change.
 	Peers []netip.Prefix

@@ -67,6 +67,7 @@ func TestWishHeaders(t *testing.T) {
 	}
 	for name, tc := range map[string]struct {
 		block, announce []string
+		names           []string
 		wantBlock       bool
 		want            int    // prefixes
 		refused         string // what the refusal says
@@ -92,12 +93,20 @@ func TestWishHeaders(t *testing.T) {
 		"unmasked":         {announce: []string{"172.18.0.1/16"}, refused: "announce 172.18.0.0/16"},
 		"twice":            {announce: []string{"10.0.0.0/8, 10.0.0.0/8"}, refused: "overlap"},
 		"one in another":   {announce: []string{"10.1.0.0/16, 10.0.0.0/8"}, refused: "overlap"},
+		"names":            {names: []string{"all"}},
+		"no names":         {names: []string{"off"}},
+		"some names":       {names: []string{"some"}, refused: "neither all nor off"},
+		"names twice":      {names: []string{"all", "all"}, refused: "neither all nor off"},
+		"empty names":      {names: []string{""}, refused: "neither all nor off"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			h := http.Header{headerBlock: tc.block, headerAnnounce: tc.announce}
+			h := http.Header{headerBlock: tc.block, headerAnnounce: tc.announce, headerNames: tc.names}
 			var j Join
 			err := wishFromHeader(h, &j)
 			if tc.refused == "" {
+				if tc.names != nil && string(j.Names) != tc.names[0] {
+					t.Errorf("names %q", j.Names)
+				}
 				if err != nil || j.Block != tc.wantBlock || len(j.Announce) != tc.want {
 					t.Errorf("%+v, %v", j, err)
 				}
