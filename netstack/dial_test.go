@@ -124,7 +124,9 @@ func TestDialFails(t *testing.T) {
 		"[fd00::5]:80": syscall.EACCES,
 	} {
 		before := d.dials.Load()
-		_, err := l.ns.DialContext(t.Context(), "tcp", to)
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		_, err := l.ns.DialContext(ctx, "tcp", to)
+		cancel()
 		if !errors.Is(err, want) {
 			t.Errorf("%s: error %v, want %v", to, err, want)
 		}

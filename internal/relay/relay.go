@@ -17,10 +17,12 @@ import (
 )
 
 // A direction in which nothing comes holds a small buffer. It takes a large one
-// while more comes than fits, and gives it back when nothing came for a while.
+// while more comes than fits, and gives it back when nothing came for a while. That
+// one is a little less than 64 KiB, so that netstack sends what it holds as one
+// super-packet, with headers, and no small one behind it.
 const (
 	idleBuffer = 2 << 10
-	busyBuffer = 64 << 10
+	busyBuffer = 63 << 10
 	busyWait   = time.Second
 )
 
