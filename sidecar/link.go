@@ -146,7 +146,7 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 }
 
 // quicDialer returns the function that opens sessions by QUIC. Before it asks for
-// one, a session that speaks again is given the word.
+// one, an older session that speaks again is preferred.
 func (l *Link) quicDialer(out wayOut) func(context.Context, netip.AddrPort) (session, error) {
 	cfg := l.cfg
 	d := &tunnel.Dialer{

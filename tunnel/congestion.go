@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"sync"
+	"time"
 
 	"github.com/quic-go/quic-go"
 
@@ -67,6 +68,17 @@ func (w *stockWarning) warn(log *slog.Logger, err error) {
 		log.Warn("the congestion control is quic-go's NewReno, which is slow where paths are long or lose packets: "+
 			"build quicvpn with the version of quic-go in its go.mod", "error", err)
 	})
+}
+
+// rate returns how many bytes a second the path takes, as far as that is known.
+func (s *Session) rate() float64 {
+	if s.steering != nil {
+		if known := s.steering.Snapshot(); known != nil {
+			return known.Bandwidth
+		}
+	}
+	stats := s.conn.ConnectionStats()
+	return float64(stats.CongestionWindow) / max(stats.SmoothedRTT, time.Millisecond).Seconds()
 }
 
 // Congestion returns what decides how fast this end sends.

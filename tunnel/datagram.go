@@ -11,10 +11,8 @@ import (
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
 
-const (
-	maxQueuedDatagrams = 256
-	maxDatagramDelay   = 100 * time.Millisecond
-)
+// maxQueuedDatagrams holds what goes within codelMost at half a gigabit a second.
+const maxQueuedDatagrams = 1024
 
 // sendDatagrams queues a packet, segment by segment, for datagrams.
 func (s *Session) sendDatagrams(queue int, p *packet.Packet, h packet.Header, errs Sink) {
@@ -74,21 +72,26 @@ type datagramQueue chan *datagram
 
 var datagramPool = sync.Pool{New: func() any { return &datagram{b: make([]byte, 0, 1536)} }}
 
-// writeDatagrams sends the datagram queue. What has waited too long is of no
-// use to those who need datagrams, and is dropped.
+// writeDatagrams sends the datagram queue, but for what has waited too long.
 func (s *Session) writeDatagrams() {
 	send := s.control.SendDatagram
 	if s.own {
 		send = s.conn.SendDatagram
 	}
+	var aqm codel
+	var ahead handover
 	for {
+		ahead.wait(s)
 		select {
 		case <-s.conn.Context().Done():
 			return
 		case d := <-s.datagrams:
-			if len(s.datagrams) > 0 && time.Since(d.at) > maxDatagramDelay {
-				s.drops.Add(packet.DropQueueFull, 1)
-			} else if err := send(d.b); err != nil {
+			now := time.Now()
+			if aqm.drops(now.Sub(d.at), now, len(s.datagrams) == 0) {
+				s.drops.Add(packet.DropLate, 1)
+			} else if err := send(d.b); err == nil {
+				ahead.held += len(d.b)
+			} else {
 				if _, ok := errors.AsType[*quic.DatagramTooLargeError](err); ok {
 					s.drops.Add(packet.DropTooBig, 1)
 					s.path.update(s.datagramSpace())

@@ -15,13 +15,14 @@ const (
 	DropQueueFull               // the tunnel did not take packets as fast as they came
 	DropClosed                  // the session ended with the packet in hand
 	DropDevice                  // the TUN device refused it
+	DropLate                    // waited in the tunnel's queue for too long
 	DropUnmapped                // no address stands for its source beyond this host yet
 	numDrops
 )
 
 func (d Drop) String() string {
 	return [numDrops]string{"malformed", "source", "destination", "no-session", "too-big",
-		"hop-limit", "queue-full", "closed", "device", "unmapped"}[d]
+		"hop-limit", "queue-full", "closed", "device", "late", "unmapped"}[d]
 }
 
 // Drops counts dropped packets by reason. The zero value is ready; it is safe
