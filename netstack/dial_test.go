@@ -271,6 +271,22 @@ func TestListen(t *testing.T) {
 		if n, err := uc.Read(b); err != nil || string(b[:n]) != "world" {
 			t.Errorf("read %q: %v", b[:n], err)
 		}
+		// The largest datagrams come and go in fragments.
+		big := bytes.Repeat([]byte("x"), 65_000)
+		if _, err := uc.Write(big); err != nil {
+			t.Error(err)
+		}
+		in := make([]byte, 1<<16)
+		pc.SetReadDeadline(time.Now().Add(patience))
+		if n, _, err := pc.ReadFrom(in); err != nil || !bytes.Equal(in[:n], big) {
+			t.Errorf("read %d bytes: %v", n, err)
+		}
+		if _, err := pc.WriteTo(big, from); err != nil {
+			t.Error(err)
+		}
+		if n, err := uc.Read(in); err != nil || !bytes.Equal(in[:n], big) {
+			t.Errorf("read %d bytes: %v", n, err)
+		}
 		pc.SetReadDeadline(time.Now().Add(time.Millisecond))
 		if _, _, err := pc.ReadFrom(b); !errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("a deadline is %v", err)

@@ -25,14 +25,10 @@ const (
 // dialled, and of what is Foreign what is to be answered by RST, as a host answers
 // what it knows nothing of: nothing, where connections pass as packets too.
 func (s *Stack) Takes(p *packet.Packet, h packet.Header) Claim {
-	if h.Fragment || h.HeaderLen == h.IPLen {
-		return Foreign
-	}
-	if s.owns(h.Dst) {
-		return Held
-	}
 	switch {
-	case h.Proto != packet.TCP:
+	case (h.Proto == packet.TCP || h.Proto == packet.UDP) && s.owns(h.Dst):
+		return Held
+	case h.Proto != packet.TCP || h.Fragment:
 		return Foreign
 	case s.flows.get(tupleOf(&h)) != nil:
 		return Held
@@ -58,7 +54,7 @@ func (s *Stack) owns(a netip.Addr) bool {
 }
 
 // Input takes packets that an app sent, which it borrows, and super-packets whole.
-// What is neither Partial nor Verified is verified. It takes TCP for any address,
+// What is neither Partial nor Verified is verified, but for fragments. It takes TCP for any address,
 // and UDP for the addresses on which the Stack listens; it counts, and drops, all
 // else. What is of no connection, and begins none, is answered by RST. It does not
 // block.
@@ -70,16 +66,18 @@ func (s *Stack) Input(pkts []packet.Packet) {
 
 func (s *Stack) input(p *packet.Packet) {
 	h, err := packet.Parse(p.Data)
-	if err != nil || h.Fragment || h.HeaderLen == h.IPLen {
+	own := err == nil && s.owns(h.Dst)
+	switch {
+	case err != nil:
 		s.cfg.Drops.Add(packet.DropMalformed, 1)
 		return
-	}
-	own := s.owns(h.Dst)
-	if h.Proto == packet.UDP && !own {
+	case h.Proto != packet.TCP && (h.Proto != packet.UDP || !own):
 		s.cfg.Drops.Add(packet.DropDestination, 1)
 		return
-	}
-	if !p.ChecksumHolds(h) {
+	case h.Fragment && h.Proto == packet.UDP: // gVisor puts them together
+		s.link.deliver(p.Data, h.IPLen)
+		return
+	case h.Fragment || !p.ChecksumHolds(h):
 		s.cfg.Drops.Add(packet.DropMalformed, 1)
 		return
 	}

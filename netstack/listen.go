@@ -19,8 +19,12 @@ import (
 	"gvisor.dev/gvisor/pkg/waiter"
 )
 
-// backlog is how many connections may wait for Accept.
-const backlog = 1024
+const (
+	// backlog is how many connections may wait for Accept.
+	backlog = 1024
+	// packetBuffer is what may wait to be read from a net.PacketConn.
+	packetBuffer = 1 << 20
+)
 
 // Listen accepts connections to an address, which is the stack's own from now on:
 // Takes says that all packets for it are Held, and what is for it and for no
@@ -157,6 +161,8 @@ func (s *Stack) ListenPacket(addr netip.AddrPort) (net.PacketConn, error) {
 		ep.Close()
 		return nil, fmt.Errorf("listen on udp %v: %w", addr, errorOf(problem))
 	}
+	ep.SocketOptions().SetReceiveBufferSize(packetBuffer, true)
+	ep.SocketOptions().SetSendBufferSize(packetBuffer, true)
 	return &packetConn{UDPConn: gonet.NewUDPConn(events, ep)}, nil
 }
 

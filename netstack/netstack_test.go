@@ -27,7 +27,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const patience = 10 * time.Second
 
-func within(t *testing.T, what string, ok func() bool) {
+func within(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !ok(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
@@ -43,6 +43,7 @@ type lab struct {
 	open   atomic.Int32 // connections that were admitted and not released
 	refuse atomic.Bool
 	seen   chan net.Addr // that served connections were for
+	lose   func() bool   // whether a packet is lost; nil is never
 	// lingers is the Stack's linger.
 	lingers time.Duration
 }
@@ -107,6 +108,9 @@ func (l *lab) build(t *testing.T, cfg Config) {
 	}
 	q := dev.Queues()[0]
 	cfg.Output = func(pkts []packet.Packet) {
+		if l.lose != nil && l.lose() {
+			return
+		}
 		// The device counts what it does not take.
 		_ = q.Write(pkts)
 	}
@@ -119,7 +123,9 @@ func (l *lab) build(t *testing.T, cfg Config) {
 			if err != nil {
 				return // closed
 			}
-			l.Input(pkts[:n])
+			if l.lose == nil || !l.lose() {
+				l.Input(pkts[:n])
+			}
 		}
 	})
 	t.Cleanup(func() {
