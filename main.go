@@ -252,13 +252,13 @@ func sidecarCommand(logs *logging) *cli.Command {
 			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int(1280, 1500)), "largest packet in `BYTES`, 1280 to 1500"),
 			flag("congestion", settings.Var(&cfg.Congestion, "bbr", congestion), "`CONTROL` of how fast it sends: bbr, or newreno as quic-go has it"),
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
-			flag("kill-switch", settings.Var(&cfg.KillSwitch, cfg.KillSwitch.String(), oneOf(sidecar.KillSwitchOn, sidecar.KillSwitchKeep, sidecar.KillSwitchOff)), "`WHEN` rules block what would leave beside the tunnel: on (until a graceful stop), keep (after it too) or off"),
+			flag("kill-switch", settings.Var(&cfg.KillSwitch, cfg.KillSwitch.String(), settings.Named(sidecar.KillSwitchOn, sidecar.KillSwitchKeep, sidecar.KillSwitchOff)), "`WHEN` rules block what would leave beside the tunnel: on (until a graceful stop), keep (after it too) or off"),
 			flag("tun", settings.Var(&cfg.DisableTUN, "on", off), "`SWITCH` the TUN device on, or off together with routes and kill switch: what goes through --socks5 goes through the tunnel, and no privilege is needed"),
 			flag("socks5", settings.Append(&cfg.Proxies, proxyAddr), "`IP:PORT` of a proxy for SOCKS5 and HTTP (CONNECT and http:// URLs), both on this port; other than a loopback address it needs --proxy-credentials-file; may be repeated"),
 			&cli.StringFlag{Name: "proxy-credentials-file", Usage: "`FILE` that holds the users of the proxies, USER:PASSWORD, one a line [$" + settings.EnvName("proxy-credentials-file") + "]"},
 			flag("proxy-credentials", settings.Var(&cfg.ProxyAuth, "", socks5.ParseCredentials), "`USER:PASSWORD` itself; anyone can see it in ps"),
-			flag("tcp", settings.Var(&cfg.TCP, cfg.TCP.String(), oneOf(sidecar.TCPAuto, sidecar.TCPPacket, sidecar.TCPFlow)), "`WAY` of TCP connections: packet (as they come), flow (ended here, and opened anew by the gateway: fast where it is far away) or auto (flow from a round trip of 5 ms on)"),
-			flag("tcp-open", settings.Var(&cfg.TCPOpen, cfg.TCPOpen.String(), oneOf(sidecar.TCPOpenAuto, sidecar.TCPOpenEarly, sidecar.TCPOpenStrict)), "`WHEN` a connection is open for a program: strict (when the gateway has connected), early (at once; one that fails is reset then), or auto (early where the gateway has connected lately)"),
+			flag("tcp", settings.Var(&cfg.TCP, cfg.TCP.String(), settings.Named(sidecar.TCPAuto, sidecar.TCPPacket, sidecar.TCPFlow)), "`WAY` of TCP connections: packet (as they come), flow (ended here, and opened anew by the gateway: fast where it is far away) or auto (flow from a round trip of 5 ms on)"),
+			flag("tcp-open", settings.Var(&cfg.TCPOpen, cfg.TCPOpen.String(), settings.Named(sidecar.TCPOpenAuto, sidecar.TCPOpenEarly, sidecar.TCPOpenStrict)), "`WHEN` a connection is open for a program: strict (when the gateway has connected), early (at once; one that fails is reset then), or auto (early where the gateway has connected lately)"),
 			&cli.BoolFlag{Name: "resolv-conf", Destination: &cfg.ResolvConf, Usage: "have /etc/resolv.conf name the gateway, which resolves names, until the sidecar ends [$" + settings.EnvName("resolv-conf") + "]"},
 		}, logs.flags()...),
 		Before: func(c *cli.Context) error {
@@ -363,18 +363,4 @@ func congestion[T interface {
 		return "", errors.New("must be one of bbr, newreno")
 	}
 	return T(s), nil
-}
-
-// oneOf returns the function that reads one of the values by its name.
-func oneOf[T fmt.Stringer](values ...T) func(string) (T, error) {
-	return func(s string) (none T, err error) {
-		var names []string
-		for _, v := range values {
-			if s == v.String() {
-				return v, nil
-			}
-			names = append(names, v.String())
-		}
-		return none, errors.New("must be one of " + strings.Join(names, ", "))
-	}
 }

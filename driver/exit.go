@@ -26,6 +26,7 @@ type exit struct {
 	record  *exitRecord // guarded by the network's lock
 	hub     *hub.Exit
 	link    *sidecar.Link
+	front   *front
 	cancel  context.CancelFunc
 	done    chan struct{} // closed while the link does not run
 	ready   chan struct{} // closed when there was a session
@@ -67,7 +68,7 @@ func (n *network) makeExitLocked(r *exitRecord) (*exit, error) {
 	cfg := sidecar.LinkConfig{
 		Token: t, Key: key, Queues: n.record.Queues, MTU: n.record.MTU,
 		Congestion: n.driver.cfg.Congestion, PathFile: filepath.Join(n.dir, r.Name+".paths"), DisableOffload: n.driver.cfg.DisableOffload,
-		Block: true,
+		Block: true, Names: n.record.names(), TCP: n.record.TCP,
 		Drops: &n.drops, Log: n.log,
 		Connected: x.connected, Disconnected: x.disconnected, Changed: x.changed,
 	}
@@ -79,6 +80,12 @@ func (n *network) makeExitLocked(r *exitRecord) (*exit, error) {
 	if x.link, err = sidecar.NewLink(cfg); err != nil {
 		return nil, err
 	}
+	var proxy []netip.Addr
+	if !n.record.NoProxy {
+		proxy = n.record.Gateways
+	}
+	x.front = newFront(x, proxy)
+	x.hub.SetLocal(x.front)
 	n.exits[r.Name] = x
 	return x, nil
 }
@@ -139,6 +146,7 @@ func final(err error) bool {
 func (x *exit) stop() {
 	x.cancel()
 	<-x.done
+	x.network.complain(x.front.close())
 }
 
 // leave gives up the membership at the gateway, and then the session.

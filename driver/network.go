@@ -50,7 +50,7 @@ func (d *Driver) newNetwork(r *record) *network {
 		joined: make(map[string]*endpoint),
 	}
 	n.hub = hub.New(hub.Config{
-		Subnets: r.Subnets, Own: r.Gateways, Internal: r.Internal,
+		Subnets: r.Subnets, Own: r.Gateways, Internal: r.Internal, NoNames: r.NoDNS,
 		Drops: &n.drops, Log: n.log, Lost: n.lost,
 	})
 	return n
@@ -99,7 +99,7 @@ func (d *Driver) recordOf(r *networkRequest) (*record, time.Duration, error) {
 	n := &record{
 		Version: recordVersion, ID: r.NetworkID, Boot: d.boot,
 		Internal: yes(r.Options, optionInternal), IPv6: yes(r.Options, optionIPv6),
-		MTU: o.mtu, Queues: o.queues, HostDNS: o.hostDNS,
+		MTU: o.mtu, Queues: o.queues, HostDNS: o.hostDNS, NoDNS: o.noDNS, NoProxy: o.noProxy, TCP: o.tcp,
 	}
 	if !n.Internal {
 		n.Exits = []*exitRecord{{Name: mainExit, Token: o.tokenText}}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/quicvpn/quicvpn/internal/settings"
 	"github.com/quicvpn/quicvpn/internal/token"
+	"github.com/quicvpn/quicvpn/sidecar"
 	"github.com/quicvpn/quicvpn/tun"
 )
 
@@ -33,6 +34,9 @@ type networkOptions struct {
 	mtu     int // zero leaves it to the path
 	queues  int // zero means one for each CPU
 	hostDNS bool
+	noDNS   bool
+	noProxy bool
+	tcp     sidecar.TCPMode
 	wait    time.Duration
 }
 
@@ -151,12 +155,18 @@ func networkOptionsOf(options map[string]json.RawMessage, defaultToken string) (
 	known["queues"] = option(&o.queues, settings.Int(1, tun.MaxQueues))
 	known["wait"] = option(&o.wait, settings.Duration)
 	known["dns"] = func(value string) error {
-		if _, err := settings.OneOf("tunnel", "host")(value); err != nil {
+		if _, err := settings.OneOf("tunnel", "host", "off")(value); err != nil {
 			return err
 		}
-		o.hostDNS = value == "host"
+		o.hostDNS, o.noDNS = value == "host", value == "off"
 		return nil
 	}
+	known["socks5"] = func(value string) error {
+		_, err := settings.OneOf("on", "off")(value)
+		o.noProxy = value == "off"
+		return err
+	}
+	known["tcp"] = option(&o.tcp, settings.Named(sidecar.TCPAuto, sidecar.TCPPacket, sidecar.TCPFlow))
 	if err := parseOptions(given, known); err != nil {
 		return o, err
 	}

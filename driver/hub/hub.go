@@ -38,6 +38,8 @@ type Config struct {
 	Own []netip.Addr
 	// Internal says that nothing leaves the host and nothing comes in.
 	Internal bool
+	// NoNames says that the network's own addresses do not stand for a resolver.
+	NoNames bool
 	// Drops counts what is not passed on. The devices count what they drop where
 	// tun.Config says. Nil means a counter that nobody sees.
 	Drops *packet.Drops
@@ -91,6 +93,19 @@ type Exit struct {
 	hub    *Hub
 	errs   errorSink
 	uplink *Uplink // guarded by hub.mu
+	local  Local   // guarded by hub.mu
+}
+
+// A Local answers containers on this host, in the place of what is beyond it and of
+// the network's own address.
+type Local interface {
+	// Ends reports whether a packet, with its header, is one for Input. It is asked
+	// about what leaves, also while there is no uplink, and about what is for the
+	// network's own address.
+	Ends(p *packet.Packet, h packet.Header) bool
+	// Input takes packets, with the containers' own addresses, and borrows them. It
+	// must not block. Its answers go to Exit.Answer.
+	Input(pkts []packet.Packet)
 }
 
 // A Hub is the data path of one network. Its methods are safe for concurrent
@@ -305,6 +320,14 @@ func (e *Exit) SetUplink(u *Uplink) {
 	e.hub.mu.Lock()
 	defer e.hub.mu.Unlock()
 	e.uplink = u
+	e.hub.rebuildLocked()
+}
+
+// SetLocal says who answers containers on this host. Nil means nobody.
+func (e *Exit) SetLocal(l Local) {
+	e.hub.mu.Lock()
+	defer e.hub.mu.Unlock()
+	e.local = l
 	e.hub.rebuildLocked()
 }
 

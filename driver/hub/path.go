@@ -87,12 +87,15 @@ func (r *reader) route(p *packet.Packet) way {
 		*m = memo{h.Src, h.Dst, r.view.outbound(r.port, h.Src, h.Dst)}
 	}
 	v := &m.verdict
+	if v.leaves && h.DstPort != dnsPort && r.view.local != nil && r.view.local.Ends(p, h) {
+		return way{local: true}
+	}
 	switch v.door {
 	case ownDoor:
 		if packet.AnswerEcho(p.Data, h) {
 			return way{port: r.port}
 		}
-		if h.DstPort != dnsPort {
+		if h.DstPort != dnsPort || r.hub.cfg.NoNames {
 			v = &prohibited
 		}
 	case gatewayDoor:
@@ -139,6 +142,8 @@ func (r *reader) pass(pkts []packet.Packet, w way) {
 		w.port.write(r.queue, pkts)
 	case w.up:
 		r.view.uplink.Send(r.queue, pkts, &r.port.Exit.errs)
+	case w.local:
+		r.view.local.Input(pkts)
 	}
 }
 
@@ -146,6 +151,41 @@ func (r *reader) pass(pkts []packet.Packet, w way) {
 func (p *port) write(queue int, pkts []packet.Packet) {
 	// What is lost the device counts, and one that is gone ends its readers.
 	_ = p.queues[uint(queue)%uint(len(p.queues))].Write(pkts)
+}
+
+// Answer takes what a Local has for containers of the exit. All packets of a flow
+// come with one queue number.
+func (e *Exit) Answer(queue int, pkts []packet.Packet) {
+	t := e.hub.table.Load()
+	var run *port
+	start := 0
+	for i := range pkts {
+		to := t.answered(e, &pkts[i])
+		if to != run {
+			if run != nil {
+				run.write(queue, pkts[start:i])
+			}
+			start, run = i, to
+		}
+	}
+	if run != nil {
+		run.write(queue, pkts[start:])
+	}
+}
+
+// answered returns the container of an exit that an answer is for, if there is one.
+func (t *table) answered(e *Exit, p *packet.Packet) *port {
+	h, err := packet.Parse(p.Data)
+	if err != nil {
+		e.hub.cfg.Drops.Add(packet.DropMalformed, 1)
+		return nil
+	}
+	to := t.inside[h.Dst].port
+	if to == nil || to.Exit != e {
+		e.hub.cfg.Drops.Add(packet.DropDestination, 1)
+		return nil
+	}
+	return to
 }
 
 // WritePackets takes what comes out of the tunnel, from a peer who may be hostile.

@@ -21,6 +21,7 @@ type view struct {
 	exit    *Exit
 	outside map[netip.Addr]host // by the addresses that stand for containers beyond this host
 	uplink  *Uplink             // nil: there is none
+	local   Local               // nil: nobody answers here
 }
 
 // A host is one address of a container.
@@ -32,7 +33,7 @@ type host struct {
 func (h *Hub) rebuildLocked() {
 	t := &table{inside: make(map[netip.Addr]host), views: make(map[*Exit]*view)}
 	for _, e := range h.exits {
-		t.views[e] = &view{table: t, exit: e, outside: make(map[netip.Addr]host), uplink: e.uplink}
+		t.views[e] = &view{table: t, exit: e, outside: make(map[netip.Addr]host), uplink: e.uplink, local: e.local}
 	}
 	for _, p := range h.ports {
 		if p.gone {
@@ -59,19 +60,22 @@ type verdict struct {
 	src, dst netip.Addr
 	// door is where ports or protocols make a difference.
 	door door
+	// leaves says that the packet leaves the network, or would if there were a way.
+	leaves bool
 }
 
 // A way is where packets go.
 type way struct {
-	port *port // to a container
-	up   bool  // to the gateway
+	port  *port // to a container
+	up    bool  // to the gateway
+	local bool  // to who answers on this host
 }
 
 type door uint8
 
 const (
-	// ownDoor: to the network's own address. It answers pings, lets DNS through,
-	// and refuses the rest.
+	// ownDoor: to the network's own address. It answers pings, lets DNS through, has
+	// a Local answer what it will, and refuses the rest.
 	ownDoor door = 1 + iota
 	// gatewayDoor: to or from the gateway's own address, while the network's own
 	// stands for its resolver. Answers from there have the network's own as their
@@ -114,6 +118,7 @@ func (t *view) outbound(from *port, src, dst netip.Addr) verdict {
 	if t.isResolver(dst) {
 		v.door = gatewayDoor
 	}
+	v.leaves = !t.exit.hub.cfg.Internal
 	return v
 }
 
@@ -131,6 +136,7 @@ func (t *view) toOwn(self host, own netip.Addr) verdict {
 		}
 	}
 	v.door = ownDoor
+	v.leaves = !t.exit.hub.cfg.Internal
 	return v
 }
 

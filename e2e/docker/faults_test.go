@@ -77,7 +77,7 @@ func TestLinkLocalResolver(t *testing.T) {
 	w := newWorld(t)
 	w.serveNames()
 	w.gateway.Kill()
-	w.gateway = w.Gateway.Start(w.ctx, program, "gateway", "run", "--state-dir", w.gatewayDir(), "--dns", netlab.ServerAddr4.String())
+	w.startGateway()
 	h := w.newHost(dockerlab.Config{ResolvConf: "nameserver " + resolver + "\n"})
 	h.must("network create -d quicvpn net")
 	h.must("network create -d quicvpn --ipam-driver null leased")

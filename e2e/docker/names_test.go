@@ -127,23 +127,34 @@ func TestNames(t *testing.T) {
 	h.checkTunnel()
 }
 
-// Whichever private name server a container is told of, by UDP and TCP the
-// gateway answers in its place, and so does the network's own address.
-func TestPrivateResolvers(t *testing.T) {
+// Whichever name server a container is told of, by UDP and TCP the gateway answers
+// in its place, and so does the network's own address, unless the network has names
+// left alone.
+func TestAnyResolver(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	names := w.serveNames()
-	w.gateway.Kill()
-	w.gateway = w.Gateway.Start(w.ctx, program, "gateway", "run", "--state-dir", w.gatewayDir(), "--dns", netlab.ServerAddr4.String())
 	h := w.newHost(dockerlab.Config{ResolvConf: "nameserver 192.168.77.1\n"})
 	h.must("network create -d quicvpn " + subnets + " net")
-	for _, told := range []string{"", "--dns 10.0.0.2", "--dns 172.30.0.1"} {
+	for _, told := range []string{"", "--dns 10.0.0.2", "--dns 172.30.0.1", "--dns 198.51.100.53", "--dns 9.9.9.9"} {
 		if got := h.must("run --rm --network net " + told + " IMAGE resolve where.example"); got != netlab.ServerAddr4.String() {
 			t.Errorf("with %q where.example is %q", told, got)
 		}
 		if who := names.who(); !slices.Equal(who, []netip.Addr{netlab.EgressAddr4}) {
 			t.Errorf("with %q %v asked, want the gateway", told, who)
 		}
+	}
+	h.must("network create -d quicvpn --subnet 172.31.0.0/24 -o dns=off off")
+	for _, told := range []string{"10.0.0.2", "172.31.0.1"} {
+		if got, err := h.try("run --rm --network off --dns " + told + " IMAGE resolve where.example"); err == nil {
+			t.Errorf("without names where.example is %q of %s", got, told)
+		}
+	}
+	if who := names.who(); len(who) > 0 {
+		t.Errorf("without names %v asked", who)
+	}
+	if got := h.must("run --rm --network off --dns " + netlab.ServerAddr4.String() + " IMAGE resolve where.example"); got != netlab.ServerAddr4.String() {
+		t.Errorf("a public name server says that where.example is %q", got)
 	}
 	h.checkTunnel()
 }

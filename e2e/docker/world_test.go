@@ -75,9 +75,11 @@ func newWorld(t *testing.T) *world {
 
 func (w *world) gatewayDir() string { return filepath.Join(w.dir, "gateway") }
 
+// startGateway runs the gateway, whose name server is the internet's server: see
+// serveNames.
 func (w *world) startGateway() {
 	w.t.Helper()
-	w.gateway = w.Gateway.Start(w.ctx, program, "gateway", "run", "--state-dir", w.gatewayDir())
+	w.gateway = w.Gateway.Start(w.ctx, program, "gateway", "run", "--state-dir", w.gatewayDir(), "--dns", netlab.ServerAddr4.String())
 }
 
 // check looks for what no test wants to see. The lab is still there.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -107,6 +108,20 @@ func OneOf(words ...string) func(string) (string, error) {
 			}
 		}
 		return "", fmt.Errorf("must be one of %s", strings.Join(words, ", "))
+	}
+}
+
+// Named returns a parser for the values out of a list by their names.
+func Named[T fmt.Stringer](values ...T) func(string) (T, error) {
+	var names []string
+	for _, v := range values {
+		names = append(names, v.String())
+	}
+	return func(s string) (none T, err error) {
+		if _, err := OneOf(names...)(s); err != nil {
+			return none, err
+		}
+		return values[slices.Index(names, s)], nil
 	}
 }
 

@@ -43,6 +43,7 @@ func get(ctx context.Context, args []string) error {
 	}
 	client := http.Client{Transport: &http.Transport{
 		DialContext: dialer.DialContext,
+		Proxy:       http.ProxyFromEnvironment,
 		// The image has no certificates.
 		TLSClientConfig: &tls.Config{InsecureSkipVerify: true},
 	}}
