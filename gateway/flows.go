@@ -137,7 +137,7 @@ func (f *flows) dial(ctx context.Context, s *tunnel.Session, network, address st
 	if p == nil {
 		return nil, nil, &tunnel.DialError{Status: http.StatusServiceUnavailable, Code: "destination_unavailable", Text: "the session is not ready: try again"}
 	}
-	release, ok := f.shares.take(p.client.ID)
+	release, ok := f.shares.take(p.client.ID, netip.Addr{}) // a flow has no address of the client's
 	if !ok {
 		f.refused.Add(1)
 		return nil, nil, &tunnel.DialError{Status: http.StatusServiceUnavailable, Code: "connection_limit_reached",

@@ -174,7 +174,7 @@ func (n *names) query(p *port, queue int, pkt *packet.Packet, h packet.Header) {
 		return
 	}
 	query := bytes.Clone(pkt.Data[h.HeaderLen:end])
-	release, ok := n.queries.take(p.client.ID)
+	release, ok := n.queries.take(p.client.ID, h.Src)
 	if !ok {
 		n.router.cfg.drops.Add(packet.DropQueueFull, 1)
 		return
@@ -212,7 +212,7 @@ func (n *names) admit(from netip.Addr) (release func(), ok bool) {
 	if p == nil {
 		return nil, false
 	}
-	return n.conns.take(p.client.ID)
+	return n.conns.take(p.client.ID, from)
 }
 
 func (n *names) serve(conn net.Conn) { n.forwarder.ServeStream(n.ctx, conn) }
