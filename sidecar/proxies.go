@@ -38,7 +38,11 @@ func listenProxies(addrs []netip.AddrPort) (all []net.Listener, err error) {
 	var config net.ListenConfig
 	config.SetMultipathTCP(false) // its sockets cannot be spliced
 	for _, a := range addrs {
-		l, err := config.Listen(context.Background(), "tcp", a.String())
+		address := a.String()
+		if a.Addr() == netip.IPv6Unspecified() { // where there is no IPv6, all of IPv4
+			address = fmt.Sprintf(":%d", a.Port())
+		}
+		l, err := config.Listen(context.Background(), "tcp", address)
 		if err != nil {
 			closeAll(all)
 			return nil, fmt.Errorf("listen for clients of the proxy: %w%s", err, listenHint(err))

@@ -178,6 +178,13 @@ func TestResolvConf(t *testing.T) {
 	l.gw.set(func() { l.gw.dead = false })
 	l.ping(toyRemote4)
 
+	// A second one that cannot start leaves the file alone.
+	second := l.command(childSettings{})
+	if err := second.Run(); err == nil || !strings.Contains(second.Log(), "another quicvpn sidecar runs") {
+		t.Errorf("a second sidecar: %v, %s", err, second.Log())
+	}
+	written()
+
 	kill := func(c *netlab.Cmd) {
 		t.Helper()
 		if err := c.Process.Signal(syscall.SIGKILL); err != nil {

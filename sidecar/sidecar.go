@@ -13,6 +13,7 @@ import (
 	"crypto/ed25519"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"net/netip"
@@ -192,9 +193,11 @@ func (s *Sidecar) configure() error {
 //  4. the rules and routes that lead into it
 //  5. sessions, one after the other
 func (s *Sidecar) Run(ctx context.Context) (err error) {
-	if err := newNamesFile(s.cfg.StateDir, s.cfg.Log).restore(); err != nil {
+	lock, err := s.enter()
+	if err != nil {
 		return err
 	}
+	defer lock.Close()
 	listeners, err := listenProxies(s.cfg.Proxies)
 	if err != nil {
 		return err
@@ -203,11 +206,6 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 	if s.cfg.DisableTUN {
 		return s.runAlone(ctx, listeners)
 	}
-	lock, err := lockNamespace()
-	if err != nil {
-		return err
-	}
-	defer lock.Close()
 	n, err := newNetwork(s.cfg, &s.drops)
 	if err != nil {
 		return err
@@ -237,6 +235,24 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 	err = g.Wait()
 	s.cfg.Log.Info("stopped", "drops", s.drops.Snapshot())
 	return err
+}
+
+// enter takes the namespace, and restores what an earlier run that was killed has
+// left of resolv.conf. Without a TUN device there is nothing to take: others may run
+// beside it, and one that does knows itself what it has changed.
+func (s *Sidecar) enter() (lock io.Closer, err error) {
+	lock, err = lockNamespace()
+	if err != nil && s.cfg.DisableTUN {
+		return io.NopCloser(nil), nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	err = newNamesFile(s.cfg.StateDir, s.cfg.Log).restore()
+	if err != nil || s.cfg.DisableTUN {
+		lock.Close()
+	}
+	return lock, err
 }
 
 // linkConfig is what every link of a sidecar has.
