@@ -326,3 +326,55 @@ func TestNamesByServersOfItsOwn(t *testing.T) {
 		t.Errorf("--dns with a client's address: %v: %s", err, out)
 	}
 }
+
+// TestResolvConf is about a machine whose name server is on its own link, which is
+// asked by nobody: with --resolv-conf the gateway is asked instead, for as long as
+// the sidecar runs. After a SIGKILL the next start puts the file back.
+func TestResolvConf(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, options{})
+	c := w.client0()
+	serveNames(t, w.Internet, netip.AddrPortFrom(netlab.ServerAddr4, 53))
+	w.Gateway.Replace("/etc/resolv.conf", "nameserver 203.0.113.10\n")
+	const original = "# a router's\nnameserver 192.0.2.1\noptions timeout:1 attempts:1\n"
+	c.ns.Replace("/etc/resolv.conf", original)
+	content := func() string {
+		t.Helper()
+		out, err := c.ns.Command(w.ctx, "cat", "/etc/resolv.conf").Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(out)
+	}
+	resolves := func() bool {
+		out, err := c.ns.Command(w.ctx, "getent", "ahostsv4", "www.example").Output()
+		return err == nil && strings.HasPrefix(string(out), netlab.ServerAddr4.String()+" ")
+	}
+	w.startGateway()
+	c.join(w.token)
+	if resolves() {
+		t.Error("the name server on the link was asked")
+	}
+	c.stop()
+	c.join(w.token, "--resolv-conf")
+	if !resolves() {
+		t.Errorf("the gateway does not resolve; resolv.conf says\n%s", content())
+	}
+	c.sidecar.Kill()
+	if content() == original {
+		t.Error("the file was restored by a process that was killed")
+	}
+	c.join(w.token)
+	if got := content(); got != original {
+		t.Errorf("after a SIGKILL and a start resolv.conf says\n%s", got)
+	}
+	c.stop()
+	c.join(w.token, "--resolv-conf")
+	if !resolves() {
+		t.Errorf("the gateway does not resolve; resolv.conf says\n%s", content())
+	}
+	c.stop()
+	if got := content(); got != original {
+		t.Errorf("after a stop resolv.conf says\n%s", got)
+	}
+}
