@@ -98,7 +98,7 @@ func (s *Session) writeStream(queue int) {
 				s.fail(fmt.Errorf("write to a stream: %w", err))
 				return
 			}
-			out.setRate(n, time.Since(start), s.conn)
+			out.setRate(n, time.Since(start), s.RTT(), s.rate())
 			c.b = c.b[:0]
 			chunkPool.Put(c)
 		}
