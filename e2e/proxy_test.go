@@ -233,6 +233,16 @@ s.close()
 			c.Close()
 		}
 	}
+	// The clients have gone, and with them their datagrams' ways.
+	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		left, code := p.runIn(p.Gateway, nil, "ss", "--no-header", "--numeric", "--udp", "dport", "=", "7")
+		if code == 0 && left == "" {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the gateway still has (exit code %d)\n%s", code, left)
+		}
+	}
 	p.checkTunnel()
 }
 
