@@ -80,11 +80,7 @@ func (n *network) makeExitLocked(r *exitRecord) (*exit, error) {
 	if x.link, err = sidecar.NewLink(cfg); err != nil {
 		return nil, err
 	}
-	var proxy []netip.Addr
-	if !n.record.NoProxy {
-		proxy = n.record.Gateways
-	}
-	x.front = newFront(x, proxy)
+	x.front = newFront(x)
 	x.hub.SetLocal(x.front)
 	n.exits[r.Name] = x
 	return x, nil

@@ -23,17 +23,19 @@ const proxyPort = 1080
 // TCP, which is not there before it is needed.
 type front struct {
 	*sidecar.Ender
-	exit *exit
-	own  []netip.Addr // of the proxy; none if there is none
-	open func() bool  // the proxy's listeners, once
+	exit  *exit
+	own   []netip.Addr // the network's own addresses
+	proxy bool         // there is one
+	open  func() bool  // opens its listeners, once
 
 	ctx     context.Context // ends with close
 	end     context.CancelFunc
 	serving errgroup.Group
 }
 
-func newFront(x *exit, own []netip.Addr) *front {
-	f := &front{Ender: sidecar.NewEnder(x.link, x.hub.Answer), exit: x, own: own}
+func newFront(x *exit) *front {
+	r := x.network.record
+	f := &front{Ender: sidecar.NewEnder(x.link, x.hub.Answer), exit: x, own: r.Gateways, proxy: !r.NoProxy}
 	f.ctx, f.end = context.WithCancel(context.Background())
 	f.open = sync.OnceValue(func() bool {
 		err := f.listen()
@@ -50,7 +52,8 @@ func (f *front) Ends(p *packet.Packet, h packet.Header) bool {
 	if !slices.Contains(f.own, h.Dst) {
 		return f.Ender.Ends(p, h)
 	}
-	return (h.Proto == packet.TCP || h.Proto == packet.UDP) && f.open()
+	// Nobody beyond this host has that address: what is not for the proxy is refused.
+	return f.proxy && (h.Proto == packet.TCP || h.Proto == packet.UDP) && f.open()
 }
 
 // listen opens the proxy.

@@ -1,6 +1,8 @@
 package docker
 
 import (
+	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 
@@ -44,6 +46,58 @@ func TestNetworkProxy(t *testing.T) {
 	h.startDriver()
 	if seen, err := get("net", "socks5h://172.30.0.1:1080", "http://where.example/"); err != nil || seen != netlab.EgressAddr4.String() {
 		t.Errorf("after a restart: %q, %v", seen, err)
+	}
+	h.checkTunnel()
+}
+
+// Programs use the network's proxy as they would any other, for datagrams too, and
+// siblings past it. A container with an exit of its own has that exit's proxy.
+func TestNetworkProxyPrograms(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	names := w.serveNames()
+	h := w.newHost(dockerlab.Config{})
+	h.must("network create -d quicvpn " + subnets + " net")
+	h.must("run -d --name web --network net IMAGE serve")
+	const socks, http = "socks5h://172.30.0.1:1080", "http://172.30.0.1:1080"
+	h.must("run -d --name user --network net -e ALL_PROXY=" + socks + " -e HTTPS_PROXY=" + http + " -e NO_PROXY=web " + h.DebianImage(w.ctx) + " sleep infinity")
+	h.waitPing("web", netlab.ServerAddr4)
+	want := netlab.Page + netlab.EgressAddr4.String()
+	for _, url := range []string{"http://where.example/", "https://where.example/", "http://" + netlab.ServerAddr4.String() + "/"} {
+		if page := h.must("exec user curl -sSk --max-time 10 " + url); page != want {
+			t.Errorf("%s: %q, want %q", url, page, want)
+		}
+	}
+	if who := names.who(); !slices.Equal(who, []netip.Addr{netlab.EgressAddr4}) {
+		t.Errorf("%v asked for names, want the gateway", who)
+	}
+	if page := h.must("exec user curl -sS --max-time 10 http://web/"); page != h.address("user", "net").String() && page != "fd00:30::3" {
+		t.Errorf("a sibling sees %q", page)
+	}
+	if page, err := h.try("exec user curl -sS --max-time 10 http://where.example:81/"); err == nil || !strings.Contains(err.Error(), "(97)") && !strings.Contains(err.Error(), "refused") {
+		t.Errorf("a port that is closed: %q, %v", page, err)
+	}
+
+	for _, proxy := range []string{"172.30.0.1:1080", "[fd00:30::1]:1080"} {
+		for _, server := range servers {
+			for _, size := range []string{"1", "1200", "1500", "9000"} {
+				if out, err := h.try("exec web /toolbox associate " + proxy + " " + netip.AddrPortFrom(server, 7).String() + " " + size); err != nil {
+					t.Errorf("a datagram of %s bytes to %v by %s: %q, %v", size, server, proxy, out, err)
+				}
+			}
+		}
+	}
+
+	other := w.newToken("other", "--network", "other", "--allow", netlab.ServerAddr4.String()+"/32")
+	h.must("create --name special IMAGE serve")
+	h.must("network disconnect bridge special")
+	h.must("network connect --driver-opt token-file=" + other + " net special")
+	h.must("start special")
+	h.reaches("special")
+	associate := "exec special /toolbox associate 172.30.0.1:1080 "
+	h.must(associate + netip.AddrPortFrom(netlab.ServerAddr4, 7).String() + " 100")
+	if out, err := h.try(associate + netip.AddrPortFrom(netlab.ServerAddr6, 7).String() + " 100"); err == nil {
+		t.Errorf("the proxy takes a container where its own token does not let it: %q", out)
 	}
 	h.checkTunnel()
 }

@@ -14,7 +14,8 @@ import (
 	"github.com/quicvpn/quicvpn/internal/netlab"
 )
 
-// A resolver is a name server of the internet that knows where.example.
+// A resolver is a name server of the internet that knows where.example, and
+// long.example by an answer that fits no datagram.
 type resolver struct {
 	mu    sync.Mutex
 	asked []netip.Addr // who did
@@ -31,6 +32,15 @@ func (r *resolver) ServeDNS(w dns.ResponseWriter, q *dns.Msg) {
 		r.mu.Unlock()
 	}
 	switch name := q.Question[0]; {
+	case name.Name == "long.example." && name.Qtype == dns.TypeA:
+		for i := range longAnswer {
+			m.Answer = append(m.Answer, &dns.A{
+				Hdr: dns.RR_Header{Name: name.Name, Rrtype: dns.TypeA, Class: dns.ClassINET}, A: net.IPv4(198, 51, 100, byte(i+1))})
+		}
+		if w.RemoteAddr().Network() == "udp" {
+			m.Truncate(dns.MinMsgSize)
+		}
+	case name.Name == "long.example.":
 	case name.Name != "where.example.":
 		m.Rcode = dns.RcodeNameError
 	case name.Qtype == dns.TypeA:
@@ -39,6 +49,9 @@ func (r *resolver) ServeDNS(w dns.ResponseWriter, q *dns.Msg) {
 	}
 	_ = w.WriteMsg(m) // the client went away
 }
+
+// longAnswer is how many addresses long.example has.
+const longAnswer = 200
 
 // who returns, and forgets, who asked.
 func (r *resolver) who() []netip.Addr {
@@ -60,11 +73,18 @@ func serveNames(t *testing.T, ns *netlab.NS) *resolver {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &dns.Server{PacketConn: pc, Handler: r}
-	done := make(chan error, 1)
-	go func() { done <- s.ActivateAndServe() }()
+	ln, err := ns.Listen("tcp", ":53")
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 2)
+	for _, s := range []*dns.Server{{PacketConn: pc, Handler: r}, {Listener: ln, Handler: r}} {
+		go func() { done <- s.ActivateAndServe() }()
+	}
 	t.Cleanup(func() {
 		pc.Close()
+		ln.Close()
+		<-done
 		<-done
 	})
 	return r
@@ -143,6 +163,11 @@ func TestAnyResolver(t *testing.T) {
 		if who := names.who(); !slices.Equal(who, []netip.Addr{netlab.EgressAddr4}) {
 			t.Errorf("with %q %v asked, want the gateway", told, who)
 		}
+		// What fits no datagram comes by TCP.
+		if got := strings.Fields(h.must("run --rm --network net " + told + " IMAGE resolve long.example")); len(got) != longAnswer {
+			t.Errorf("with %q long.example has %d addresses, want %d", told, len(got), longAnswer)
+		}
+		names.who()
 	}
 	h.must("network create -d quicvpn --subnet 172.31.0.0/24 -o dns=off off")
 	for _, told := range []string{"10.0.0.2", "172.31.0.1"} {

@@ -19,6 +19,9 @@ In containers:
                             "/bytes/N" has N bytes), echo on TCP and UDP port 7
   get [-interface NAME] URL print a page
   echo tcp|udp ADDRESS TEXT send a text to an echo server, print what comes back
+  associate PROXY ADDRESS SIZE
+                            send a datagram to an echo server by a SOCKS5 proxy,
+                            wait for its echo
   chat ADDRESS DURATION     keep one TCP connection to an echo server busy, print
                             how it went as JSON
   resolve NAME              print the addresses of a name, sorted, one a line
@@ -43,14 +46,15 @@ var commands = map[string]struct {
 	args int
 	run  func(ctx context.Context, args []string) error
 }{
-	"sleep":   {0, func(ctx context.Context, _ []string) error { <-ctx.Done(); return nil }},
-	"serve":   {0, serve},
-	"get":     {-1, get},
-	"echo":    {3, echo},
-	"chat":    {2, chat},
-	"resolve": {1, resolve},
-	"ping":    {1, ping},
-	"init":    {1, initialize},
+	"sleep":     {0, func(ctx context.Context, _ []string) error { <-ctx.Done(); return nil }},
+	"serve":     {0, serve},
+	"get":       {-1, get},
+	"echo":      {3, echo},
+	"associate": {3, associate},
+	"chat":      {2, chat},
+	"resolve":   {1, resolve},
+	"ping":      {1, ping},
+	"init":      {1, initialize},
 }
 
 func run(ctx context.Context, args []string) error {
