@@ -154,6 +154,7 @@ func TestManyClients(t *testing.T) {
 		if held > many*24<<10 {
 			t.Errorf("%q: %d bytes held for each", sent, held/many)
 		}
+		c.SetDeadline(time.Now().Add(20 * time.Second)) // all of them together may take longer
 		send(t, c, []byte("served meanwhile"))
 		expect(t, c, []byte("served meanwhile"))
 		for _, c := range clients {
