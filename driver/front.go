@@ -18,6 +18,9 @@ import (
 // proxyPort is where the network's own address is a proxy (RFC 1928, section 3).
 const proxyPort = 1080
 
+// maxConnsPerAddr is a quarter of what a proxy has room for.
+const maxConnsPerAddr = 2048
+
 // A front answers the containers of an exit on this host: it is the proxy at the
 // network's own addresses, and ends TCP connections that go as flows. Both have one
 // TCP, which is not there before it is needed.
@@ -63,6 +66,8 @@ func (f *front) listen() error {
 		return err
 	}
 	proxy := f.exit.link.Proxy()
+	// A container has an address of each IP version, and is not to take all.
+	proxy.MaxConnsPerClient = maxConnsPerAddr
 	proxy.ListenPacket = func(local netip.Addr) (net.PacketConn, error) {
 		return stack.ListenPacket(netip.AddrPortFrom(local, 0))
 	}

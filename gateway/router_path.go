@@ -123,7 +123,6 @@ func (p *port) route(queue int, pkt *packet.Packet, last *memo) way {
 	return way{}
 }
 
-// find returns the way to an address.
 // asksAnyName takes a packet to a public name server, where the client has all of
 // them answered here.
 func (p *port) asksAnyName(queue int, pkt *packet.Packet, h packet.Header) bool {
@@ -131,6 +130,7 @@ func (p *port) asksAnyName(queue int, pkt *packet.Packet, h packet.Header) bool 
 	return p.names == tunnel.NamesAll && h.DstPort == namePort && names != nil && names(p, queue, pkt, h)
 }
 
+// find returns the way to an address.
 func (p *port) find(dst netip.Addr) way {
 	r := p.router
 	switch {

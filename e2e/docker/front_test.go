@@ -100,6 +100,15 @@ func TestNetworkProxyPrograms(t *testing.T) {
 		t.Errorf("the proxy takes a container where its own token does not let it: %q", out)
 	}
 	h.checkTunnel()
+
+	// All of it goes with the network.
+	before := len(h.descriptors())
+	h.must("rm -f user web special")
+	h.must("network rm net")
+	h.waitEmpty()
+	if after := h.descriptors(); len(after) >= before {
+		t.Errorf("the driver has %d descriptors, and had %d with the network: %q", len(after), before, after)
+	}
 }
 
 // With tcp=flow connections end in the driver, and the gateway connects; between
