@@ -11,9 +11,6 @@ import (
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
 
-// maxQueuedDatagrams holds what goes within codelMost at half a gigabit a second.
-const maxQueuedDatagrams = 1024
-
 // sendDatagrams queues a packet, segment by segment, for datagrams.
 func (s *Session) sendDatagrams(queue int, p *packet.Packet, h packet.Header, errs Sink) {
 	mtu := s.MTU()
@@ -48,27 +45,25 @@ func (s *Session) sendDatagram(queue int, b []byte, h packet.Header, mtu int, er
 	}
 }
 
-func (s *Session) queuePacket(b []byte) { s.queueDatagram(s.prefix, b) }
+func (s *Session) queuePacket(b []byte) {
+	h, err := packet.Parse(b)
+	if err != nil {
+		s.drops.Add(packet.DropMalformed, 1)
+		return
+	}
+	s.queueDatagram(packet.FlowHash(h, b), s.prefix, b)
+}
 
-// queueDatagram copies a datagram into the queue.
-func (s *Session) queueDatagram(prefix, b []byte) {
+// queueDatagram copies a datagram of a flow into the queue.
+func (s *Session) queueDatagram(flow uint32, prefix, b []byte) {
 	d := datagramPool.Get().(*datagram)
 	d.at = time.Now()
 	d.b = append(append(d.b[:0], prefix...), b...)
-	select {
-	case s.datagrams <- d:
-	default:
+	if out := s.datagrams.push(flow, d); out != nil {
 		s.drops.Add(packet.DropQueueFull, 1)
-		datagramPool.Put(d)
+		datagramPool.Put(out)
 	}
 }
-
-type datagram struct {
-	at time.Time
-	b  []byte
-}
-
-type datagramQueue chan *datagram
 
 var datagramPool = sync.Pool{New: func() any { return &datagram{b: make([]byte, 0, 1536)} }}
 
@@ -78,29 +73,31 @@ func (s *Session) writeDatagrams() {
 	if s.own {
 		send = s.conn.SendDatagram
 	}
-	var aqm codel
+	late := func(d *datagram) {
+		s.drops.Add(packet.DropLate, 1)
+		datagramPool.Put(d)
+	}
 	var ahead handover
 	for {
 		ahead.wait(s)
-		select {
-		case <-s.conn.Context().Done():
-			return
-		case d := <-s.datagrams:
-			now := time.Now()
-			if aqm.drops(now.Sub(d.at), now, len(s.datagrams) == 0) {
-				s.drops.Add(packet.DropLate, 1)
-			} else if err := send(d.b); err == nil {
-				ahead.held += len(d.b)
-			} else {
-				if _, ok := errors.AsType[*quic.DatagramTooLargeError](err); ok {
-					s.drops.Add(packet.DropTooBig, 1)
-					s.path.update(s.datagramSpace())
-				} else {
-					s.drops.Add(packet.DropClosed, 1)
-				}
+		d := s.datagrams.pop(late)
+		if d == nil {
+			select {
+			case <-s.conn.Context().Done():
+				return
+			case <-s.datagrams.wake:
 			}
-			datagramPool.Put(d)
+			continue
 		}
+		if err := send(d.b); err == nil {
+			ahead.held += len(d.b)
+		} else if _, ok := errors.AsType[*quic.DatagramTooLargeError](err); ok {
+			s.drops.Add(packet.DropTooBig, 1)
+			s.path.update(s.datagramSpace())
+		} else {
+			s.drops.Add(packet.DropClosed, 1)
+		}
+		datagramPool.Put(d)
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"net"
 	"net/http"
@@ -256,7 +257,7 @@ func (f *UDPFlow) Write(b []byte) (int, error) {
 		if len(f.prefix)+len(b) > s.MTU()+s.datagramOverhead() {
 			return f.writeCapsule(b)
 		}
-		s.queueDatagram(f.prefix, b)
+		s.queueDatagram(crc32.ChecksumIEEE(f.prefix), f.prefix, b)
 		return len(b), nil
 	}
 	err := f.stream.SendDatagram(append(bytes.Clone(f.prefix), b...))

@@ -38,14 +38,18 @@ func (h *handover) pause(stats quic.ConnectionStats, rate float64) time.Duration
 }
 
 // wait waits until quic-go holds little. What quic-go discards is never sent, so
-// that after a while it counts as gone.
+// that it counts as gone when nothing was sent for a round trip.
 func (h *handover) wait(s *Session) {
-	for end := time.Now().Add(codelMost); ; {
+	moved := time.Now()
+	for {
+		before := h.sent
 		pause := h.pause(s.conn.ConnectionStats(), s.rate())
-		if pause == 0 {
+		if pause == 0 || s.conn.Context().Err() != nil {
 			return
 		}
-		if time.Now().After(end) {
+		if now := time.Now(); h.sent != before {
+			moved = now
+		} else if now.Sub(moved) > s.RTT()+codelMost {
 			h.held = 0
 			return
 		}

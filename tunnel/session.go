@@ -63,7 +63,7 @@ type Session struct {
 
 	prefix    []byte // of every datagram: quarter stream ID if we write it, context ID
 	path      pathMTU
-	datagrams datagramQueue
+	datagrams *fairQueue
 	outboxes  []*outbox // one a stream, by queue number
 	incoming  chan *quic.ReceiveStream
 	heard     liveness
@@ -122,7 +122,7 @@ func newSession(c sessionConfig) *Session {
 	s.path = pathMTU{max: c.maxMTU, changed: make(chan struct{}, 1)}
 	s.path.update(s.datagramSpace())
 	s.heard.at.Store(time.Now().UnixNano())
-	s.datagrams = make(datagramQueue, maxQueuedDatagrams)
+	s.datagrams = newFairQueue()
 	s.outboxes = make([]*outbox, min(max(c.queues, 1), maxStreams))
 	for i := range s.outboxes {
 		s.outboxes[i] = &outbox{wake: make(chan struct{}, 1)}
