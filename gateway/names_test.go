@@ -225,6 +225,26 @@ func (l *namesLab) answer(t *testing.T, s *fakeSession, match func(packet.Header
 	return b
 }
 
+// A gateway that answers for no name server lets queries to public ones out, also of
+// clients that want all of them answered.
+func TestNamesNone(t *testing.T) {
+	l := newRouterLab(t)
+	l.a.names = tunnel.NamesAll
+	l.a.WritePackets(0, single(query(t, a4, web4), query(t, a4, "192.168.1.1"), query(t, a4, gw4)))
+	if left := l.exits[0].take(); len(left) != 1 {
+		t.Errorf("%d queries went out, want the one to a public name server", len(left))
+	}
+	answers := l.sa.take()
+	for _, p := range answers {
+		if got := describe(p); !strings.HasSuffix(got, "icmp 3/13") {
+			t.Errorf("answered with %s", got)
+		}
+	}
+	if len(answers) != 2 {
+		t.Errorf("%d answers, want that two are refused", len(answers))
+	}
+}
+
 // What is not a query as it should be is refused or dropped, and nothing breaks.
 func TestNamesMalformed(t *testing.T) {
 	good := query(t, a4, "192.168.1.1")

@@ -3,6 +3,8 @@ package docker
 import (
 	"fmt"
 	"net/netip"
+	"os"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -49,6 +51,7 @@ func TestComposeDriver(t *testing.T) {
 	p.seenAs("app", both)
 	p.checkDatabase()
 	p.checkHello()
+	p.checkProxyHints()
 	h.checkTunnel()
 
 	// The services need no gateway for each other, and all else does.
@@ -92,6 +95,27 @@ func (p *project) checkDatabase() {
 		}
 		return err
 	})
+}
+
+var proxyHint = regexp.MustCompile(`(?m)^ *# +((?:ALL|HTTPS)_PROXY): (\S+)$`)
+
+// checkProxyHints has the app use the network's proxy as the document's comments say.
+func (p *project) checkProxyHints() {
+	p.h.w.t.Helper()
+	text, err := os.ReadFile("../../compose/driver.yaml")
+	if err != nil {
+		p.h.w.t.Fatal(err)
+	}
+	hints := proxyHint.FindAllStringSubmatch(string(text), -1)
+	if len(hints) != 2 {
+		p.h.w.t.Fatalf("the document has the hints %q, want two", hints)
+	}
+	for _, hint := range hints {
+		out := p.must("exec -T -e " + hint[1] + "=" + hint[2] + " app curl -skv --stderr - --max-time 10 https://" + netlab.ServerAddr4.String() + "/")
+		if !strings.Contains(out, "10.88.0.1:1080") || !strings.Contains(out, netlab.Page+netlab.EgressAddr4.String()) {
+			p.h.w.t.Errorf("with %s=%s: %s", hint[1], hint[2], out)
+		}
+	}
 }
 
 // checkHello gets the app's page where it is published, on the host alone.
