@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"math/big"
-	"net"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -18,6 +17,7 @@ import (
 
 	"github.com/quic-go/quic-go"
 
+	"github.com/quicvpn/quicvpn/internal/linksim"
 	"github.com/quicvpn/quicvpn/tunnel/internal/congestion"
 )
 
@@ -32,8 +32,8 @@ const (
 
 // A scenario is a bottleneck and the flows through it.
 type scenario struct {
-	forward  linkConfig
-	back     linkConfig // only its clump and jitter are used
+	forward  linksim.Config
+	back     linksim.Config // only its Clump and Jitter are used
 	flows    []flow
 	duration time.Duration
 	seed     uint64
@@ -42,9 +42,11 @@ type scenario struct {
 }
 
 type flow struct {
-	control control
-	start   time.Duration
-	saved   congestion.Path
+	control   control
+	start     time.Duration
+	saved     congestion.Path
+	datagrams bool // instead of a stream
+	ping      bool // an echo through the loaded connection every 100 ms
 }
 
 // A result is what became of a flow.
@@ -57,6 +59,7 @@ type result struct {
 	handle  *Handle
 	lost    uint64 // packets
 	sent    uint64
+	pings   []time.Duration
 	dropped int64           // packets by the queue, all flows
 	startup int64           // likewise, in the first three seconds
 	queue   []time.Duration // queueing delays every 10 ms
@@ -77,10 +80,11 @@ func simulate(t *testing.T, s scenario) (results []*result) {
 }
 
 func (s scenario) run(t *testing.T) []*result {
-	there := newLink(s.forward, s.seed)
-	back := newLink(linkConfig{rate: s.forward.rate, delay: s.forward.delay, queue: 1 << 30, clump: s.back.clump, jitter: s.back.jitter}, s.seed+1)
-	defer there.close()
-	defer back.close()
+	s.forward.Seed = s.seed
+	there := linksim.New(s.forward)
+	back := linksim.New(linksim.Config{Rate: s.forward.Rate, Delay: s.forward.Delay, Queue: 1 << 30, Clump: s.back.Clump, Jitter: s.back.Jitter, Seed: s.seed + 1})
+	defer there.Close()
+	defer back.Close()
 	ctx, cancel := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	var results []*result
@@ -101,7 +105,7 @@ func (s scenario) run(t *testing.T) []*result {
 }
 
 // watch lets time pass and fills in the results.
-func (s scenario) watch(results []*result, there *link) {
+func (s scenario) watch(results []*result, there *linksim.Link) {
 	begin := time.Now()
 	marks := make([]int64, len(results))
 	var queue []time.Duration
@@ -109,9 +113,9 @@ func (s scenario) watch(results []*result, there *link) {
 	for time.Since(begin) < s.duration {
 		time.Sleep(10 * time.Millisecond)
 		at := time.Since(begin)
-		queue = append(queue, there.queueDelay())
+		queue = append(queue, there.Wait())
 		if rate, ok := s.change[at]; ok {
-			there.setRate(rate)
+			there.SetRate(rate)
 		}
 		if at <= s.duration*2/3 {
 			for i, r := range results {
@@ -119,17 +123,18 @@ func (s scenario) watch(results []*result, there *link) {
 			}
 		}
 		if at <= 3*time.Second {
-			startup = there.dropped
+			_, startup = there.Packets()
 		}
 		if s.trace != nil {
 			s.trace(at, results)
 		}
 	}
+	_, dropped := there.Packets()
 	for i, r := range results {
 		time := s.duration - s.flows[i].start
-		r.share = float64(r.received.Load()) / (s.forward.rate * time.Seconds())
-		r.late = float64(r.received.Load()-marks[i]) / (s.forward.rate * s.duration.Seconds() / 3)
-		r.queue, r.dropped, r.startup = queue, there.dropped, startup
+		r.share = float64(r.received.Load()) / (s.forward.Rate * time.Seconds())
+		r.late = float64(r.received.Load()-marks[i]) / (s.forward.Rate * s.duration.Seconds() / 3)
+		r.queue, r.dropped, r.startup = queue, dropped, startup
 	}
 }
 
@@ -141,8 +146,8 @@ var config = &quic.Config{
 }
 
 // flow sends over a connection of its own until ctx is done.
-func (s scenario) flow(ctx context.Context, t *testing.T, f flow, n uint64, r *result, there, back *link) {
-	client, server := connect(there, back, n)
+func (s scenario) flow(ctx context.Context, t *testing.T, f flow, n uint64, r *result, there, back *linksim.Link) {
+	client, server := linksim.Connect(there, back, byte(n))
 	defer client.Close()
 	defer server.Close()
 	dialer := &quic.Transport{Conn: client}
@@ -151,6 +156,7 @@ func (s scenario) flow(ctx context.Context, t *testing.T, f flow, n uint64, r *r
 	defer acceptor.Close()
 	conf := config.Clone()
 	conf.Tracer = Tracer(nil)
+	conf.EnableDatagrams = f.datagrams
 	listener, err := acceptor.Listen(testTLS(t), conf)
 	if err != nil {
 		t.Error(err)
@@ -158,7 +164,7 @@ func (s scenario) flow(ctx context.Context, t *testing.T, f flow, n uint64, r *r
 	}
 	time.Sleep(f.start)
 	dialed := time.Now()
-	conn, err := dialer.Dial(ctx, server.addr, clientTLS, conf)
+	conn, err := dialer.Dial(ctx, server.LocalAddr(), clientTLS, conf)
 	if err != nil {
 		t.Error(err)
 		return
@@ -185,33 +191,34 @@ func (s scenario) flow(ctx context.Context, t *testing.T, f flow, n uint64, r *r
 		}
 	}
 	r.connected.Store(true)
-	var reading sync.WaitGroup
-	reading.Go(func() {
-		if stream, err := accepted.AcceptUniStream(ctx); err == nil {
-			io.Copy(counter{&r.received}, stream)
-		}
-	})
-	stream, err := conn.OpenUniStream()
-	if err != nil {
-		t.Error(err)
-		return
+	var beside sync.WaitGroup
+	if f.ping {
+		beside.Go(func() { echo(ctx, accepted) })
+		beside.Go(func() { r.pings = ping(ctx, t, conn) })
 	}
-	stop := context.AfterFunc(ctx, func() { stream.CancelWrite(0) })
-	defer stop()
-	io.Copy(stream, zeros{})
+	if f.datagrams {
+		beside.Go(func() { receiveDatagrams(ctx, accepted, &r.received) })
+		sendDatagrams(ctx, t, conn)
+	} else {
+		beside.Go(func() {
+			if stream, err := accepted.AcceptUniStream(ctx); err == nil {
+				io.Copy(counter{&r.received}, stream)
+			}
+		})
+		stream, err := conn.OpenUniStream()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		stop := context.AfterFunc(ctx, func() { stream.CancelWrite(0) })
+		defer stop()
+		io.Copy(stream, zeros{})
+	}
 	stats := conn.ConnectionStats()
 	r.lost, r.sent = stats.PacketsLost, stats.PacketsSent
 	conn.CloseWithError(0, "")
 	accepted.CloseWithError(0, "")
-	reading.Wait()
-}
-
-func connect(there, back *link, n uint64) (client, server *endpoint) {
-	a := &net.UDPAddr{IP: net.IPv4(10, 0, byte(n), 1), Port: 1000}
-	b := &net.UDPAddr{IP: net.IPv4(10, 0, byte(n), 2), Port: 443}
-	client = newEndpoint(a, there, func(net.Addr) *endpoint { return server })
-	server = newEndpoint(b, back, func(net.Addr) *endpoint { return client })
-	return client, server
+	beside.Wait()
 }
 
 type zeros struct{}
@@ -251,10 +258,10 @@ func testTLS(t *testing.T) *tls.Config {
 
 // path returns a link of mbps and one-way milliseconds with a queue of a share of
 // the bandwidth-delay product.
-func path(mbps, ms, queue, loss float64) linkConfig {
+func path(mbps, ms, queue, loss float64) linksim.Config {
 	rate := mbps * 1e6 / 8
 	delay := time.Duration(ms * 1e6)
-	return linkConfig{rate: rate, delay: delay, loss: loss, queue: max(queue*rate*2*delay.Seconds(), 16*1500)}
+	return linksim.Config{Rate: rate, Delay: delay, Loss: loss, Queue: max(queue*rate*2*delay.Seconds(), 16*1500)}
 }
 
 func (r *result) String() string {

@@ -37,7 +37,7 @@ func TestTable(t *testing.T) {
 		s := scenario{forward: path(tt.mbps, tt.ms, 1, tt.loss), duration: 12 * time.Second, seed: 42}
 		f := flow{control: model}
 		if tt.saved {
-			f.saved = congestion.Path{RTT: 2 * s.forward.delay, Bandwidth: s.forward.rate}
+			f.saved = congestion.Path{RTT: 2 * s.forward.Delay, Bandwidth: s.forward.Rate}
 		}
 		s.flows = []flow{f}
 		r := simulate(t, s)[0]
@@ -99,12 +99,12 @@ func TestHarder(t *testing.T) {
 		tune            func(s *scenario)
 		least           float64
 	}{
-		{"5 ms of jitter", 50, 10, 1, func(s *scenario) { s.forward.jitter = 5 * time.Millisecond }, 0.9},
-		{"ACKs in clumps of 10 ms", 50, 10, 1, func(s *scenario) { s.back.clump = 10 * time.Millisecond }, 0.9},
+		{"5 ms of jitter", 50, 10, 1, func(s *scenario) { s.forward.Jitter = 5 * time.Millisecond }, 0.9},
+		{"ACKs in clumps of 10 ms", 50, 10, 1, func(s *scenario) { s.back.Clump = 10 * time.Millisecond }, 0.9},
 		{"a tenth of the BDP", 50, 25, 0.1, nil, 0.85},
 		{"a tenth of the BDP", 20, 100, 0.1, nil, 0.82},
 		{"half the rate in between", 50, 50, 1, func(s *scenario) {
-			s.change = map[time.Duration]float64{7 * time.Second: s.forward.rate / 2, 14 * time.Second: s.forward.rate}
+			s.change = map[time.Duration]float64{7 * time.Second: s.forward.Rate / 2, 14 * time.Second: s.forward.Rate}
 		}, 0.6},
 	}
 	t.Log("| link | Mbit/s | ms one way | share % | NewReno % | lost by the queue | queue p95 ms |")
