@@ -28,7 +28,7 @@ DOCKER ?= $(if $(shell docker buildx version 2>/dev/null),docker,/usr/bin/docker
 # Docker builds it in its image of Go.
 OFFLINE ?= $(if $(wildcard $(GO)),1)
 
-.PHONY: all build image plugin install uninstall setup lint test e2e fuzz check demo demo-docker bench-tunnel bench-tun bench-flows bench-docker bench-socks clean
+.PHONY: all build image plugin install uninstall setup lint test e2e fuzz check demo demo-docker bench-tunnel bench-tun bench-flows bench-docker bench-socks bench-links clean
 
 all: build
 
@@ -76,7 +76,7 @@ setup:
 lint:
 	@bad=$$(gofmt -l .); test -z "$$bad" || { echo "gofmt would change: $$bad"; exit 1; }
 	$(GO) vet ./...
-	$(GO) vet -tags bench ./tunnel
+	$(GO) vet -tags bench ./tunnel ./tunnel/internal/congestion/install
 	cd internal/bench && $(GO) vet ./...
 	$(GO) run $(STATICCHECK) ./...
 	cd internal/bench && $(GO) run $(STATICCHECK) ./...
@@ -134,6 +134,12 @@ bench-docker: setup build
 bench-socks:
 	@$(GO) test -tags bench -c -o bin/bench-sim ./tunnel
 	@QUICK=$(QUICK) bin/bench-sim -test.run TestBenchSocks
+
+# The same for the congestion control alone, whose package only tunnel may import.
+# RUN='/picture' draws docs/far-link.svg only; all of it takes long.
+bench-links:
+	@$(GO) test -tags bench -c -o bin/bench-links ./tunnel/internal/congestion/install
+	@QUICK=$(QUICK) bin/bench-links -test.timeout 5h -test.run 'TestBenchLinks$(RUN)'
 
 clean:
 	rm -rf bin dist

@@ -46,7 +46,7 @@ type flow struct {
 	start     time.Duration
 	saved     congestion.Path
 	datagrams bool // instead of a stream
-	ping      bool // an echo through the loaded connection every 100 ms
+	ping      bool // an echo every 100 ms, once the connection is loaded
 }
 
 // A result is what became of a flow.
@@ -192,9 +192,12 @@ func (s scenario) flow(ctx context.Context, t *testing.T, f flow, n uint64, r *r
 	}
 	r.connected.Store(true)
 	var beside sync.WaitGroup
-	if f.ping {
+	switch {
+	case f.ping && f.datagrams:
+		beside.Go(func() { time.Sleep(time.Second); r.pings = pingDatagrams(ctx, conn) })
+	case f.ping:
 		beside.Go(func() { echo(ctx, accepted) })
-		beside.Go(func() { r.pings = ping(ctx, t, conn) })
+		beside.Go(func() { time.Sleep(time.Second); r.pings = ping(ctx, t, conn) })
 	}
 	if f.datagrams {
 		beside.Go(func() { receiveDatagrams(ctx, accepted, &r.received) })

@@ -2,6 +2,7 @@ package install
 
 import (
 	"context"
+	"encoding/binary"
 	"io"
 	"sync/atomic"
 	"testing"
@@ -27,6 +28,10 @@ func sendDatagrams(ctx context.Context, t *testing.T, conn *quic.Conn) {
 	}
 }
 
+// pingSize is that of a datagram that comes back.
+const pingSize = 8
+
+// receiveDatagrams counts what comes, and sends pings back.
 func receiveDatagrams(ctx context.Context, conn *quic.Conn, received *atomic.Int64) {
 	for {
 		b, err := conn.ReceiveDatagram(ctx)
@@ -34,6 +39,36 @@ func receiveDatagrams(ctx context.Context, conn *quic.Conn, received *atomic.Int
 			return
 		}
 		received.Add(int64(len(b)))
+		if len(b) == pingSize && conn.SendDatagram(b) != nil {
+			return
+		}
+	}
+}
+
+// pingDatagrams measures round trips of datagrams, which wait where the others do,
+// until ctx is done. One that is lost is given up after a while, and not counted.
+func pingDatagrams(ctx context.Context, conn *quic.Conn) (rtts []time.Duration) {
+	for n := uint64(1); ; n++ {
+		sent := time.Now()
+		if conn.SendDatagram(binary.BigEndian.AppendUint64(nil, n)) != nil {
+			return rtts
+		}
+		lost, cancel := context.WithTimeout(ctx, 3*time.Second)
+		for {
+			b, err := conn.ReceiveDatagram(lost)
+			if err != nil {
+				break
+			}
+			if binary.BigEndian.Uint64(b) == n {
+				rtts = append(rtts, time.Since(sent))
+				break
+			}
+		}
+		cancel()
+		if ctx.Err() != nil {
+			return rtts
+		}
+		time.Sleep(100 * time.Millisecond)
 	}
 }
 
@@ -46,7 +81,7 @@ func ping(ctx context.Context, t *testing.T, conn *quic.Conn) (rtts []time.Durat
 	}
 	stop := context.AfterFunc(ctx, func() { stream.CancelRead(0); stream.CancelWrite(0) })
 	defer stop()
-	for b := make([]byte, 8); ; time.Sleep(100 * time.Millisecond) {
+	for b := make([]byte, pingSize); ; time.Sleep(100 * time.Millisecond) {
 		sent := time.Now()
 		if _, err := stream.Write(b); err != nil {
 			return rtts
