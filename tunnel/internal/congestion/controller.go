@@ -117,7 +117,7 @@ type Controller struct {
 	limited cwndLimited
 
 	spans        spans // in Startup
-	slowSince    int64 // round in which losses slowed Startup
+	held         bool  // losses ended the growth of Startup
 	drainStart   int64 // round
 	probeRTTDone Time
 	probeRTTFull bool // a round has passed at the low window
@@ -262,11 +262,13 @@ func (c *Controller) updateModelAndState() {
 // CanSend tells whether the window has room beside what is in flight.
 func (c *Controller) CanSend(inflight int64) bool {
 	c.inflight = inflight
-	if inflight < c.cwnd {
-		return true
+	room := int64(1)
+	if c.limited.waits {
+		room = c.room()
 	}
-	c.limited.now = true
-	return false
+	c.limited.waits = inflight+room > c.cwnd
+	c.limited.now = c.limited.now || c.limited.waits
+	return !c.limited.waits
 }
 
 // Window returns the congestion window in bytes.

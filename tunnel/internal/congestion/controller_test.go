@@ -74,6 +74,22 @@ func TestShortQueue(t *testing.T) {
 	}
 }
 
+// TestGaps overflows a shallow queue on a long path: what is lost lies together,
+// in fewer gaps than a receiver of streams bears, and Startup learns the rate from
+// it.
+func TestGaps(t *testing.T) {
+	rtt := 400 * time.Millisecond
+	p := newPath(New(Config{MaxDatagramSize: mss, RTT: rtt}), 200, rtt, 0.1)
+	p.run(4 * time.Second)
+	if p.dropped < 1000 || p.gaps > 600 {
+		t.Errorf("%d packets were dropped, in %d gaps", p.dropped, p.gaps)
+	}
+	if p.c.State() == Startup {
+		t.Error("still in startup")
+	}
+	between(t, "the estimate", p.c.Bandwidth()/p.rate, 0.9, 1.1)
+}
+
 func TestAppLimited(t *testing.T) {
 	rtt := 50 * time.Millisecond
 	p := newPath(New(Config{MaxDatagramSize: mss, RTT: rtt}), 50, rtt, 1)

@@ -17,7 +17,10 @@ type rounds struct {
 }
 
 // cwndLimited tells whether the window was full at some time in the last round.
-type cwndLimited struct{ now, last bool }
+type cwndLimited struct {
+	now, last bool
+	waits     bool // the window was full, and is not open wide enough yet
+}
 
 func (c *Controller) isCwndLimited() bool { return c.limited.now || c.limited.last }
 

@@ -12,6 +12,8 @@ type pacer struct {
 	mss     int64
 	budget  float64 // at the time below; below zero is debt
 	updated Time
+	waits   bool          // the budget was used up, and is no quantum yet
+	least   time.Duration // of sending that a quantum holds, whatever its size
 }
 
 const (
@@ -26,7 +28,7 @@ const (
 
 // quantum is how much leaves at once.
 func (p *pacer) quantum() float64 {
-	return min(max(p.rate*quantumTime.Seconds(), float64(p.mss)), maxQuantum)
+	return max(min(max(p.rate*quantumTime.Seconds(), float64(p.mss)), maxQuantum), p.rate*p.least.Seconds())
 }
 
 func (p *pacer) burst() float64 {
@@ -51,15 +53,23 @@ func (p *pacer) sent(now Time, size int64) {
 	p.budget -= float64(size)
 }
 
+// has tells whether a packet may leave. What may leave does so by the quantum: the
+// ACKs that wake the sender would else break it up into single packets. That
+// costs the sender less, and when a queue overflows, what it drops lies together:
+// a gap for each quantum and not for each packet.
 func (p *pacer) has(now Time) bool {
 	p.refill(now)
-	return p.budget >= float64(p.mss)
+	if p.waits && p.budget < p.quantum() {
+		return false
+	}
+	p.waits = p.budget < float64(p.mss)
+	return !p.waits
 }
 
 // next returns when a quantum may leave, zero if at once. It rounds up, so that
 // has agrees then.
 func (p *pacer) next() Time {
-	if p.updated == 0 || p.budget >= float64(p.mss) {
+	if p.updated == 0 || !p.waits && p.budget >= float64(p.mss) || p.budget >= p.quantum() {
 		return 0
 	}
 	wait := (p.quantum() - p.budget) / p.rate

@@ -30,6 +30,8 @@ type pathSim struct {
 	sent     int64       // bytes
 	acked    int64
 	dropped  int64 // packets
+	gaps     int   // runs of dropped packets
+	dropping bool
 	worst    time.Duration
 }
 
@@ -72,11 +74,17 @@ func (p *pathSim) send() {
 	p.sent += mss
 	p.c.OnSent(p.now, p.inflight, pn, mss, true)
 	wait := max(0, p.free.Sub(p.now))
+	dropping := p.dropping
+	p.dropping = false
 	f := simPacket{pn: pn, sent: p.now, ce: p.ce != nil && p.ce(wait)}
 	switch {
 	case p.lose != nil && p.lose(pn):
 	case int64(wait.Seconds()*p.rate)+mss > p.queue:
 		p.dropped++
+		p.dropping = true
+		if !dropping {
+			p.gaps++
+		}
 	default:
 		p.free = max(p.free, p.now).Add(time.Duration(mss / p.rate * 1e9))
 		f.ack = p.free.Add(p.rtt)

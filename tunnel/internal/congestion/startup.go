@@ -1,6 +1,9 @@
 package congestion
 
-import "time"
+import (
+	"slices"
+	"time"
+)
 
 // fullPipe finds the bandwidth's plateau (draft, "Exiting Acceleration Based on
 // Bandwidth Plateau").
@@ -20,6 +23,7 @@ const (
 
 func (c *Controller) enterStartup() {
 	c.state = Startup
+	c.held = false
 	c.pacingGain, c.cwndGain = startupPacingGain, cwndGain
 }
 
@@ -112,32 +116,36 @@ func (c *Controller) checkStartupDone() {
 // checkStartupLoss leaves Startup when losses say that the pipe is full (draft,
 // "Exiting Startup Based on Packet Loss"). The draft waits for the end of a round
 // of losses. Here losses of many times the threshold, as a shallow buffer gives
-// them, are answered at once, for each round more may cost as much as the path
-// holds. The first answer is to go on slowly: perhaps only the bursts of a
-// growing window overflowed a buffer, and the pipe is not full yet.
+// them, are answered at once: what is in flight grows no more, for each round
+// more may cost as much as the path holds, and each loss is a gap in a stream,
+// of which a receiver bears only so many. A round later, when what was sent
+// before is answered for, Startup ends.
 func (c *Controller) checkStartupLoss() {
 	s := &c.short
 	total := s.lostInRound + s.ackedInRound
 	high := s.rangesInRound >= startupLossRanges &&
 		(float64(s.lostInRound) > 4*lossThreshold*float64(total) || s.roundStart && c.tooMuchLoss(s.lostInRound, total))
 	switch {
-	case !high && !(s.roundStart && s.ceInRound && c.queueStands()):
-	case c.pacingGain > slowStartupGain:
-		c.pacingGain = slowStartupGain
-		c.slowSince = c.round.count
-		c.pacer.setRate(slowStartupGain*c.bw(), c.mss)
-		s.clearRound()
-	case c.round.count > c.slowSince+1: // what was sent before is answered for
+	case c.held && s.roundStart:
 		c.undo.state, c.undo.has = Startup, true
 		c.full.reached = true
+		c.maxBW.current = max(c.maxBW.current, c.spans.best(startupPacingGain*c.maxBW.get()))
 		c.long.inflight = max(c.target(c.bw(), 1), s.inflightLatest)
-	default:
+	case c.held:
+	case high || s.roundStart && s.ceInRound && c.queueStands():
+		c.held = true
+		c.pacingGain = 1
+		c.pacer.setRate(c.bw(), c.mss)
+		c.cwnd = min(c.cwnd, max(c.inflight, c.initialWindow))
+		s.roundEndAt = c.sampler.delivered + c.inflight
 		s.clearRound()
 	}
 }
 
-// slowStartupGain still grows by fullGrowth in a round.
-const slowStartupGain = 1.35
+// best returns the highest rate of the last round trip, but no more than most.
+// While a buffer overflows that is what the path carries, and the window did not
+// last for all of a round trip, as the rates of samples do.
+func (s *spans) best(most float64) float64 { return min(slices.Max(s.rates[:]), most) }
 
 func (c *Controller) enterDrain() {
 	c.state = Drain

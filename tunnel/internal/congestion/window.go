@@ -4,6 +4,7 @@ import "time"
 
 // setPacingRate is the draft's SetPacingRateWithGain ("Pacing Rate").
 func (c *Controller) setPacingRate(gain float64) {
+	c.pacer.least = c.minRTT.rtt / roundQuanta
 	rate := max(gain*c.bw()*pacingMargin, c.resume.rate)
 	if c.slowStart() {
 		rate = max(rate, c.growth()*float64(c.cwnd)/c.minRTT.rtt.Seconds())
@@ -13,6 +14,15 @@ func (c *Controller) setPacingRate(gain float64) {
 		c.pacer.setRate(rate, c.mss)
 	}
 }
+
+// roundQuanta is how many quanta a round trip has at most. When they overflow a
+// queue, each leaves about one gap in what arrives, and a receiver bears only so
+// many: quic-go's ends the connection at 1,000 in one stream.
+const roundQuanta = 256
+
+// room returns how far a window that was full must open before more leaves: a
+// quantum, so that not each ACK lets a few packets go.
+func (c *Controller) room() int64 { return max(min(int64(c.pacer.quantum()), c.cwnd/8), 1) }
 
 // bdp returns the bandwidth-delay product times gain (draft, "BDPMultiple").
 func (c *Controller) bdp(bw, gain float64) int64 {
@@ -52,6 +62,7 @@ func (c *Controller) setCwnd() {
 	switch {
 	case c.full.reached:
 		c.cwnd = min(c.cwnd+c.rs.acked, most)
+	case c.held:
 	case c.cwnd < c.resume.window:
 		c.cwnd = c.resume.window
 	case c.slowStart() && c.isCwndLimited():

@@ -56,6 +56,7 @@ type result struct {
 
 	share   float64 // of the link, from its start to the end
 	late    float64 // likewise, in the last third of the run
+	err     error   // that ended the connection
 	handle  *Handle
 	lost    uint64 // packets
 	sent    uint64
@@ -139,8 +140,8 @@ func (s scenario) watch(results []*result, there *linksim.Link) {
 }
 
 var config = &quic.Config{
-	InitialStreamReceiveWindow: 64 << 20, MaxStreamReceiveWindow: 64 << 20,
-	InitialConnectionReceiveWindow: 64 << 20, MaxConnectionReceiveWindow: 64 << 20,
+	InitialStreamReceiveWindow: 256 << 20, MaxStreamReceiveWindow: 256 << 20,
+	InitialConnectionReceiveWindow: 256 << 20, MaxConnectionReceiveWindow: 256 << 20,
 	InitialPacketSize:       1280, // with any other size quic-go's own pacer spins
 	DisablePathMTUDiscovery: true, MaxIdleTimeout: time.Minute,
 }
@@ -215,7 +216,9 @@ func (s scenario) flow(ctx context.Context, t *testing.T, f flow, n uint64, r *r
 		}
 		stop := context.AfterFunc(ctx, func() { stream.CancelWrite(0) })
 		defer stop()
-		io.Copy(stream, zeros{})
+		if _, err := io.Copy(stream, zeros{}); ctx.Err() == nil {
+			r.err = err
+		}
 	}
 	stats := conn.ConnectionStats()
 	r.lost, r.sent = stats.PacketsLost, stats.PacketsSent

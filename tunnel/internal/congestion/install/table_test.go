@@ -123,3 +123,29 @@ func TestHarder(t *testing.T) {
 		}
 	}
 }
+
+// TestOvershoot starts on long links with shallow buffers. What start-up sends too
+// much there must not open more gaps in a stream than quic-go's receiver keeps,
+// which is 1,000: it ends the connection.
+func TestOvershoot(t *testing.T) {
+	t.Log("| Mbit/s | ms one way | queue, BDP | share % | lost % | start-up | queue p95 ms |")
+	tests := []struct {
+		mbps, ms, queue float64
+		seed            uint64
+	}{
+		{500, 200, 0.1, 40}, // more than that needs more packets in flight than quic-go keeps
+		{200, 200, 0.1, 40},
+		{200, 200, 0.1, 41},
+		{300, 100, 0.05, 40},
+	}
+	for _, tt := range tests {
+		s := scenario{forward: path(tt.mbps, tt.ms, tt.queue, 0), flows: []flow{{control: model}}, duration: 10 * time.Second, seed: tt.seed}
+		r := simulate(t, s)[0]
+		row := fmt.Sprintf("| %.0f | %.0f | %.2f | %.1f | %.2f | %d | %d |", tt.mbps, tt.ms, tt.queue,
+			100*r.share, 100*float64(r.lost)/float64(r.sent), r.startup, r.p95().Milliseconds())
+		t.Log(row)
+		if r.err != nil {
+			t.Errorf("%v: %s", r.err, row)
+		}
+	}
+}
