@@ -56,7 +56,7 @@ func benchRows() (rows []*benchRow) {
 func quickRows() []*benchRow {
 	return []*benchRow{
 		newRow("streams", "plain", 50, 10, 1, 0),
-		newRow("streams", "plain", 50, 200, 1, 0),
+		newRow("streams", "plain", 100, 200, 1, 0),
 		newRow("streams", "plain", 50, 100, 1, 0.01),
 		newRow("datagrams", "plain", 20, 25, 1, 0),
 	}
