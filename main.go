@@ -239,6 +239,7 @@ func nameServer(s string) (netip.AddrPort, error) {
 
 func sidecarCommand(logs *logging) *cli.Command {
 	var cfg sidecar.Config
+	var masque sidecar.Masque
 	var inArguments []string
 	return &cli.Command{
 		Name:  "sidecar",
@@ -254,6 +255,7 @@ func sidecarCommand(logs *logging) *cli.Command {
 			flag("udp-offload", settings.Var(&cfg.DisableOffload, "on", off), "`SWITCH` UDP segmentation and merging by the kernel on, or off where a network card does them badly"),
 			flag("kill-switch", settings.Var(&cfg.KillSwitch, cfg.KillSwitch.String(), settings.Named(sidecar.KillSwitchOn, sidecar.KillSwitchKeep, sidecar.KillSwitchOff)), "`WHEN` rules block what would leave beside the tunnel: on (until a graceful stop), keep (after it too) or off"),
 			flag("tun", settings.Var(&cfg.DisableTUN, "on", off), "`SWITCH` the TUN device on, or off together with routes and kill switch: what goes through --socks5 goes through the tunnel, and no privilege is needed"),
+			flag("masque", settings.Var(&masque, "", sidecar.ParseMasque), "`URL` of an HTTP/3 proxy of another make, https://[USER:PASSWORD@]HOST[:PORT], that the proxies use in the place of a gateway; with --tun=off, without a token"),
 			flag("socks5", settings.Append(&cfg.Proxies, proxyAddr), "`IP:PORT` of a proxy for SOCKS5 and HTTP (CONNECT and http:// URLs), both on this port; other than a loopback address it needs --proxy-credentials-file; may be repeated"),
 			&cli.StringFlag{Name: "proxy-credentials-file", Usage: "`FILE` that holds the users of the proxies, USER:PASSWORD, one a line [$" + settings.EnvName("proxy-credentials-file") + "]"},
 			flag("proxy-credentials", settings.Var(&cfg.ProxyAuth, "", socks5.ParseCredentials), "`USER:PASSWORD` itself; anyone can see it in ps"),
@@ -273,6 +275,9 @@ func sidecarCommand(logs *logging) *cli.Command {
 			if err := checkProxies(cfg); err != nil {
 				return err
 			}
+			if masque != (sidecar.Masque{}) {
+				return runMasque(c, masque, cfg, logs)
+			}
 			if cfg.Token == (token.Token{}) {
 				return usagef("no join token: give --token-file FILE, or the file as QUICVPN_TOKEN_FILE or /run/secrets/quicvpn_token; " +
 					`"quicvpn gateway init" and "quicvpn token create" print tokens`)
@@ -290,6 +295,18 @@ func sidecarCommand(logs *logging) *cli.Command {
 			})
 		},
 	}
+}
+
+// runMasque has the proxies use a proxy of another make.
+func runMasque(c *cli.Context, masque sidecar.Masque, cfg sidecar.Config, logs *logging) error {
+	if !cfg.DisableTUN {
+		return usagef("--masque carries no packets: give --tun=off as well, and --socks5 127.0.0.1:1080 for programs that use a proxy")
+	}
+	if cfg.Token != (token.Token{}) {
+		return usagef("--masque stands in the place of a gateway: leave out either it or the join token")
+	}
+	cfg.Log = logs.open(c.App)
+	return serve(c.Context, cfg.Log, func(ctx context.Context) error { return masque.Run(ctx, cfg) })
 }
 
 // checkProxies refuses what cannot be meant.

@@ -37,7 +37,7 @@ func (s *Sidecar) runAlone(ctx context.Context, proxies []net.Listener) error {
 	}
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return link.Run(ctx) })
-	g.Go(func() error { return s.serveProxies(ctx, link, proxies) })
+	g.Go(func() error { return s.cfg.serveProxies(ctx, &link.dialer, proxies) })
 	g.Go(func() error { return serveProbe(ctx, probe, link.answers) })
 	g.Go(func() error {
 		s.keepStatus(ctx, link, func(l LinkStatus) status {

@@ -48,23 +48,41 @@ const sessionWait = 10 * time.Second
 // the network is "tcp". LinkConfig.TCPOpen says when it returns. It waits for a
 // session if there is none.
 func (l *Link) Dial(ctx context.Context, network, address string) (net.Conn, error) {
+	return l.dialer.Dial(ctx, network, address)
+}
+
+// An opener opens flows: a Link, or another proxy.
+type opener interface {
+	DialTCP(ctx context.Context, address string) (*tunnel.Flow, error)
+	OpenTCP(ctx context.Context, address string) (*tunnel.Flow, error)
+	DialUDP(ctx context.Context, address string) (*tunnel.UDPFlow, error)
+}
+
+// A flowDialer opens connections through an opener, each as its mode says.
+type flowDialer struct {
+	by       opener
+	mode     TCPOpen
+	answered reached
+}
+
+func (d *flowDialer) Dial(ctx context.Context, network, address string) (net.Conn, error) {
 	if network != "tcp" {
 		return nil, net.UnknownNetworkError(network)
 	}
-	early := l.cfg.TCPOpen == TCPOpenEarly || l.cfg.TCPOpen == TCPOpenAuto && l.answered.lately(address)
+	early := d.mode == TCPOpenEarly || d.mode == TCPOpenAuto && d.answered.lately(address)
 	if !early {
-		f, err := l.DialTCP(ctx, address)
-		l.answered.tell(address, err)
+		f, err := d.by.DialTCP(ctx, address)
+		d.answered.tell(address, err)
 		if err != nil {
 			return nil, err
 		}
 		return f, nil
 	}
-	f, err := l.OpenTCP(ctx, address)
+	f, err := d.by.OpenTCP(ctx, address)
 	if err != nil {
 		return nil, err
 	}
-	f.Answered = func(err error) { l.answered.tell(address, err) }
+	f.Answered = func(err error) { d.answered.tell(address, err) }
 	return f, nil
 }
 

@@ -26,13 +26,13 @@ type Link struct {
 	out wayOut
 	c   *connector
 
-	changed  chan struct{}           // receives a value when the way to the gateway may have
-	news     chan struct{}           // receives a value when Status has changed
-	leaving  atomic.Bool             // the membership is being given up: no session may open
-	current  atomic.Pointer[session] // nil while there is none
-	answered reached
-	ended    chan struct{} // receives a value when a session has ended
-	paths    tunnel.Paths
+	changed chan struct{}           // receives a value when the way to the gateway may have
+	news    chan struct{}           // receives a value when Status has changed
+	leaving atomic.Bool             // the membership is being given up: no session may open
+	current atomic.Pointer[session] // nil while there is none
+	dialer  flowDialer
+	ended   chan struct{} // receives a value when a session has ended
+	paths   tunnel.Paths
 
 	// Of who saves the paths.
 	stored  []byte
@@ -128,6 +128,7 @@ func newLink(cfg LinkConfig, out wayOut) (*Link, error) {
 	}
 	l.out = out
 	l.loadPaths()
+	l.dialer = flowDialer{by: l, mode: cfg.TCPOpen}
 	l.status.Since = time.Now()
 	l.c = &connector{
 		host: host, port: port, hint: out.hint,

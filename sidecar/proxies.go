@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/netip"
 	"syscall"
@@ -73,31 +74,33 @@ func closeAll(listeners []net.Listener) {
 
 // Proxy returns a proxy for SOCKS5 and HTTP whose connections and datagrams the
 // gateway passes on. It lets everybody pass.
-func (l *Link) Proxy() *socks5.Server {
-	relays := &udpRelays{dial: func(ctx context.Context, address string) (udpConn, error) { return l.DialUDP(ctx, address) }}
+func (l *Link) Proxy() *socks5.Server { return l.dialer.proxy(l.cfg.Log) }
+
+func (d *flowDialer) proxy(log *slog.Logger) *socks5.Server {
+	relays := &udpRelays{dial: func(ctx context.Context, address string) (udpConn, error) { return d.by.DialUDP(ctx, address) }}
 	return &socks5.Server{
-		Dial:      l.Dial,
+		Dial:      d.Dial,
 		Associate: func(context.Context) (socks5.PacketRelay, error) { return relays.relay(), nil },
 		Name:      "quicvpn",
-		Log:       l.cfg.Log,
+		Log:       log,
 	}
 }
 
 // serveProxies serves the proxies' clients until ctx ends, which resets them.
-func (s *Sidecar) serveProxies(ctx context.Context, link *Link, listeners []net.Listener) error {
+func (c *Config) serveProxies(ctx context.Context, by *flowDialer, listeners []net.Listener) error {
 	if len(listeners) == 0 {
 		return nil
 	}
-	proxy := link.Proxy()
-	proxy.Authenticate = s.cfg.ProxyAuth
+	proxy := by.proxy(c.Log)
+	proxy.Authenticate = c.ProxyAuth
 	g, ctx := errgroup.WithContext(ctx)
 	for _, l := range listeners {
-		s.cfg.Log.Info("a proxy listens, for SOCKS5 and HTTP", "address", l.Addr(), "credentials", s.cfg.ProxyAuth != nil)
+		c.Log.Info("a proxy listens, for SOCKS5 and HTTP", "address", l.Addr(), "credentials", c.ProxyAuth != nil)
 		g.Go(func() error { return proxy.Serve(ctx, l) })
 	}
 	err := g.Wait()
 	if drops := proxy.Drops(); len(drops) > 0 {
-		s.cfg.Log.Info("the proxies have stopped", "drops", drops)
+		c.Log.Info("the proxies have stopped", "drops", drops)
 	}
 	return err
 }

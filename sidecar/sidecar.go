@@ -230,7 +230,7 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 	g.Go(func() error { return n.keep(ctx) })
 	g.Go(func() error { return n.pump(ctx, ends) })
 	g.Go(func() error { return link.Run(ctx) })
-	g.Go(func() error { return s.serveProxies(ctx, link, listeners) })
+	g.Go(func() error { return s.cfg.serveProxies(ctx, &link.dialer, listeners) })
 	g.Go(func() error { s.keepStatus(ctx, link, n.status); return nil })
 	err = g.Wait()
 	s.cfg.Log.Info("stopped", "drops", s.drops.Snapshot())
