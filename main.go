@@ -197,6 +197,7 @@ func gatewayCommand(logs *logging) *cli.Command {
 		Flags: append([]cli.Flag{
 			stateDir(&cfg.StateDir, gatewayDir, "`DIR` that \"gateway init\" filled"),
 			flag("listen", settings.Var(&cfg.Listen, "port of --address", settings.ListenAddr), "UDP `IP:PORT` to listen on"),
+			flag("egress", settings.Var(&cfg.Egress, cfg.Egress.String(), settings.Named(gateway.EgressAuto, gateway.EgressKernel, gateway.EgressUserspace)), "`WAY` of clients' packets out: kernel (needs NET_ADMIN and /dev/net/tun), userspace (ordinary sockets, no privilege) or auto (kernel where it can be)"),
 			flag("interface", settings.Var(&cfg.Interface, "quicvpn-gw", settings.Interface), "`NAME` of the TUN device"),
 			flag("queues", settings.Var(&cfg.Queues, "by CPUs", settings.Int(1, 256)), "`NUMBER` of queues of the TUN device, 1 to 256"),
 			flag("mtu", settings.Var(&cfg.MTU, "by path", settings.Int(1280, 1500)), "largest packet in `BYTES`, 1280 to 1500"),

@@ -44,7 +44,7 @@ func (e *egress) keep(ctx context.Context) error {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		e.listen(changed)
+		listen(e.watch, e.matters, changed)
 	}()
 	defer func() {
 		e.watch.Close()
@@ -71,16 +71,16 @@ func (e *egress) keep(ctx context.Context) error {
 }
 
 // listen signals changes that matter, until the socket is closed.
-func (e *egress) listen(changed chan<- struct{}) {
+func listen(watch *nl.NetlinkSocket, matters func(syscall.NetlinkMessage) bool, changed chan<- struct{}) {
 	for {
-		msgs, _, err := e.watch.Receive()
+		msgs, _, err := watch.Receive()
 		switch {
 		case errors.Is(err, unix.EINTR):
 			continue
 		case errors.Is(err, unix.ENOBUFS): // what was lost may have mattered
 		case err != nil:
 			return
-		case !slices.ContainsFunc(msgs, e.matters):
+		case !slices.ContainsFunc(msgs, matters):
 			continue
 		}
 		select {

@@ -27,6 +27,9 @@ type Config struct {
 	// Listen is the UDP address; zero means all addresses, IPv4 and IPv6, and the
 	// port that Init was given.
 	Listen netip.AddrPort
+	// Egress says how clients' packets leave. Without the kernel, Interface means
+	// nothing.
+	Egress Egress
 	// Interface is the name of the TUN device; empty means "quicvpn-gw".
 	Interface string
 	// Queues is the number of queues of the TUN device, and of streams of each
@@ -98,7 +101,7 @@ type Gateway struct {
 	cfg    Config
 	state  *State
 	server *tunnel.Server
-	egress *egress
+	egress outside
 	router *router
 	names  *names // nil if there are none
 	flows  *flows
@@ -150,29 +153,28 @@ func newGateway(cfg Config) (_ *Gateway, err error) {
 	if mtu == 0 {
 		mtu = maxMTU
 	}
-	g.egress, err = openEgress(egressConfig{
+	g.egress, err = openOutside(cfg.Egress, egressConfig{
 		iface: cfg.Interface, stateDir: cfg.StateDir, queues: cfg.Queues, mtu: mtu,
 		pool4: pool4, pool6: pool6, drops: &g.drops, log: cfg.Log,
 	})
 	if err != nil {
 		return nil, err
 	}
-	var exits []exit
-	for _, q := range g.egress.dev.Queues() {
-		exits = append(exits, q)
-	}
 	g.router = newRouter(routerConfig{
-		pool4: pool4, pool6: pool6, exits: exits, exit6: g.egress.ipv6,
+		pool4: pool4, pool6: pool6, exits: g.egress.exits(), exit6: g.egress.leaves6(),
 		isHost: g.egress.isHost, admitted: g.state.Admitted, drops: &g.drops,
 	})
+	if u, ok := g.egress.(*userspaceEgress); ok {
+		u.router = g.router
+	}
 	if !cfg.DisableDNS {
-		g.names, err = openNames(namesConfig{servers: cfg.NameServers, dial: g.egress.ns.dial, router: g.router, log: cfg.Log})
+		g.names, err = openNames(namesConfig{servers: cfg.NameServers, dial: g.egress.netNS().dial, router: g.router, log: cfg.Log})
 		if err != nil {
 			return nil, err
 		}
 		g.router.cfg.names = g.names.take
 	}
-	g.flows = newFlows(g.router, g.egress.ns, g.names, cfg.Log)
+	g.flows = newFlows(g.router, g.egress.netNS(), g.names, cfg.Log)
 	return g, nil
 }
 
@@ -211,41 +213,18 @@ func (g *Gateway) release() error {
 // Run serves clients until ctx ends, and leaves the host as it was before New.
 // It returns nil if ctx ended it.
 func (g *Gateway) Run(ctx context.Context) error {
-	g.cfg.Log.Info("gateway is up", "listen", g.Addr(), "interface", g.cfg.Interface,
-		"pool4", g.egress.cfg.pool4, "pool6", g.egress.cfg.pool6, "ipv6", g.egress.ipv6)
+	g.cfg.Log.Info("gateway is up", "listen", g.Addr(), "egress", g.egress.String(), "pool4", g.router.cfg.pool4, "pool6", g.router.cfg.pool6, "ipv6", g.egress.leaves6())
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return g.server.Run(ctx) })
 	group.Go(func() error { return g.state.Watch(ctx, g.router.detachRevoked) })
-	group.Go(func() error { return g.egress.keep(ctx) })
 	group.Go(func() error { return g.report(ctx) })
 	group.Go(func() error { return g.router.expire(ctx) })
-	for i, q := range g.egress.dev.Queues() {
-		group.Go(func() error { return g.readKernel(ctx, i, q) })
-	}
-	group.Go(func() error {
-		<-ctx.Done()
-		return g.egress.dev.Close() // ends readKernel
-	})
+	g.egress.start(ctx, group, g.router)
 	err := group.Wait()
 	if err := errors.Join(err, g.close()); err != nil {
 		return fmt.Errorf("run gateway: %w", err)
 	}
 	return nil
-}
-
-// readKernel hands what one queue of the TUN device has to the router.
-func (g *Gateway) readKernel(ctx context.Context, queue int, q *tun.Queue) error {
-	pkts := make([]packet.Packet, batchSize)
-	for {
-		n, err := q.Read(pkts)
-		if ctx.Err() != nil && errors.Is(err, net.ErrClosed) {
-			return nil
-		}
-		if err != nil {
-			return fmt.Errorf("read from interface %s: %w", g.cfg.Interface, err)
-		}
-		g.router.fromKernel(queue, pkts[:n])
-	}
 }
 
 // authorize answers a join.

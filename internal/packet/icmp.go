@@ -12,6 +12,7 @@ const (
 	NoRoute         Unreachable = iota // RFC 792 code 0, RFC 4443 code 0
 	HostUnreachable                    // RFC 792 code 1, RFC 4443 code 3
 	AdminProhibited                    // RFC 1812 code 13, RFC 4443 code 1
+	PortUnreachable                    // RFC 792 code 3, RFC 4443 code 4
 )
 
 const (
@@ -62,9 +63,9 @@ func AppendTimeExceeded(dst, orig []byte, from netip.Addr) []byte {
 // AppendUnreachable appends the ICMP error destination unreachable.
 func AppendUnreachable(dst, orig []byte, from netip.Addr, why Unreachable) []byte {
 	if from.Is4() {
-		return appendICMP(dst, orig, from, icmp4Unreachable, [...]uint8{0, 1, 13}[why], 0)
+		return appendICMP(dst, orig, from, icmp4Unreachable, [...]uint8{0, 1, 13, 3}[why], 0)
 	}
-	return appendICMP(dst, orig, from, icmp6Unreachable, [...]uint8{0, 3, 1}[why], 0)
+	return appendICMP(dst, orig, from, icmp6Unreachable, [...]uint8{0, 3, 1, 4}[why], 0)
 }
 
 // appendICMP appends an error whose last four header bytes are rest.
