@@ -61,6 +61,9 @@ func newFlows(r *router, ns *netNS, n *names, log *slog.Logger) *flows {
 
 // counters returns what became of flows, those that are not zero.
 func (f *flows) counters() map[string]uint64 {
+	if f == nil {
+		return nil
+	}
 	m := make(map[string]uint64)
 	for name, c := range map[string]*atomic.Uint64{"opened": &f.opened, "refused": &f.refused, "failed": &f.failed} {
 		if n := c.Load(); n > 0 {
