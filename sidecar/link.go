@@ -54,6 +54,7 @@ type session interface {
 	Grant() tunnel.Grant
 	Remote() netip.AddrPort
 	RTT() time.Duration
+	MinRTT() time.Duration
 	Congestion() tunnel.Congestion
 	MTU() int
 	MTUChanged() <-chan struct{}

@@ -51,7 +51,8 @@ func (m *TCPMode) UnmarshalText(text []byte) (err error) {
 	return err
 }
 
-// farAway is the round trip time to the gateway from which TCPAuto takes flows.
+// farAway is the round trip time to the gateway, at its shortest, from which TCPAuto
+// takes flows.
 const farAway = 5 * time.Millisecond
 
 // namePort is that of name servers.
@@ -69,7 +70,7 @@ func (l *Link) EndsTCP(to netip.AddrPort) bool {
 	if s == nil {
 		return l.cfg.TCP == TCPFlow // Dial waits for one
 	}
-	if l.cfg.TCP == TCPAuto && s.RTT() < farAway {
+	if l.cfg.TCP == TCPAuto && s.MinRTT() < farAway {
 		return false
 	}
 	return !slices.ContainsFunc(l.Peers(), func(p netip.Prefix) bool { return p.Contains(to.Addr()) })

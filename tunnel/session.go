@@ -162,6 +162,10 @@ func (s *Session) Context() context.Context { return s.conn.Context() }
 // RTT returns the smoothed round trip time of the path.
 func (s *Session) RTT() time.Duration { return s.conn.ConnectionStats().SmoothedRTT }
 
+// MinRTT returns the shortest round trip time that was seen: the path's own, less
+// what waits at its ends.
+func (s *Session) MinRTT() time.Duration { return s.conn.ConnectionStats().MinRTT }
+
 // Close ends the session, tells the peer the reason and waits for the session's
 // goroutines.
 func (s *Session) Close(reason string) error {

@@ -35,7 +35,7 @@ func TestCreateRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, tt := range []struct{ args, want string }{
-		{"-o colour=red", `unknown option "colour": there are dns, mtu, queues, token, token-file, wait`},
+		{"-o colour=red", `unknown option "colour": there are dns, mtu, queues, socks5, tcp, token, token-file, wait`},
 		{"-o mtu=99999", "option mtu: must be a whole number from 1280 to 1500, or 0 for the default"},
 		{"-o mtu", "option mtu: must be a whole number from 1280 to 1500, or 0 for the default"},
 		{"-o queues=-1", "option queues: must be a whole number from 1 to "},
