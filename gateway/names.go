@@ -40,6 +40,9 @@ const (
 	// be at a time.
 	maxQueries   = 2048
 	maxNameConns = 512
+	// nameBuffer is what a connection keeps in each direction: answers that may be
+	// 64 KiB long.
+	nameBuffer = 128 << 10
 	// querySockets is how many sockets of the host's a query has at most.
 	querySockets = 3
 )
@@ -82,7 +85,9 @@ func openNames(cfg namesConfig) (*names, error) {
 	if err != nil {
 		return nil, err
 	}
-	n.stack, err = netstack.New(netstack.Config{MTU: minMTU, Admit: n.admit, Serve: n.serve, Output: n.output, Drops: cfg.router.cfg.drops})
+	n.stack, err = netstack.New(netstack.Config{
+		MTU: minMTU, Buffer: nameBuffer, Admit: n.admit, Serve: n.serve, Output: n.output, Drops: cfg.router.cfg.drops,
+	})
 	if err != nil {
 		return nil, err
 	}

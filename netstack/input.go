@@ -23,7 +23,8 @@ const (
 // Takes says whose a packet is, with its header, that an app sent. Who passes some
 // packets by the Stack gives Input what is Held, of what Begins what is to be
 // dialled, and of what is Foreign what is to be answered by RST, as a host answers
-// what it knows nothing of: nothing, where connections pass as packets too.
+// what it knows nothing of: nothing, where connections pass as packets too. Of a
+// connection that is over, late packets are Foreign.
 func (s *Stack) Takes(p *packet.Packet, h packet.Header) Claim {
 	switch {
 	case (h.Proto == packet.TCP || h.Proto == packet.UDP) && s.owns(h.Dst):
