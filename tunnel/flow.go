@@ -149,7 +149,7 @@ func splitAddress(address string) (host string, port uint16, err error) {
 		return "", 0, fmt.Errorf("address %q: the port must be 1 to 65535", address)
 	}
 	if host == "" || len(host) > maxHost || strings.ContainsFunc(host, func(r rune) bool {
-		return r <= ' ' || r > '~' || strings.ContainsRune(`/?#@[]\"<>`, r)
+		return r <= ' ' || r > '~' || strings.ContainsRune(`/?#@[]\"<>%`, r)
 	}) {
 		return "", 0, fmt.Errorf("address %q: not the name of a host", address)
 	}

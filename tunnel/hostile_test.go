@@ -23,6 +23,7 @@ import (
 type hostile struct {
 	t       *testing.T
 	conn    *quic.Conn
+	client  *http3.RawClientConn
 	request *http3.RequestStream
 }
 
@@ -48,6 +49,7 @@ func (h *hostile) join() *http.Response {
 	h.t.Helper()
 	transport := &http3.Transport{AdditionalSettings: map[uint64]uint64{settingOwn: settingOwnVersion}}
 	client := transport.NewRawClientConn(h.conn)
+	h.client = client
 	go acceptUniStreams(h.conn, true, client.HandleUnidirectionalStream, func(*quic.ReceiveStream) {})
 	select {
 	case <-client.ReceivedSettings():
