@@ -22,6 +22,9 @@ type Iperf struct {
 	UDP int
 	// Rate in bits a second; zero means unlimited.
 	Rate uint64
+	// Congestion is TCP's congestion control at the sender; empty is the kernel's
+	// default.
+	Congestion string
 	// Duration of what is counted, in whole seconds.
 	Duration time.Duration
 	// Warmup comes before it and is not counted, in whole seconds.
@@ -60,6 +63,9 @@ func (i Iperf) Args() []string {
 	}
 	if i.Reverse {
 		args = append(args, "--reverse")
+	}
+	if i.Congestion != "" {
+		args = append(args, "--congestion", i.Congestion)
 	}
 	if i.UDP > 0 {
 		args = append(args, "--udp", "--length", strconv.Itoa(i.UDP))

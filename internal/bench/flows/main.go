@@ -34,13 +34,18 @@ type cell struct {
 
 func main() {
 	rounds, seconds, idle := 5, 3, 10_000
-	if os.Getenv("QUICK") != "" {
+	quick := os.Getenv("QUICK") != ""
+	if quick {
 		rounds, seconds = 2, 1
 	}
 	flag.IntVar(&rounds, "rounds", rounds, "rounds to take the medians of")
 	flag.IntVar(&seconds, "seconds", seconds, "how long a run takes")
 	flag.IntVar(&idle, "idle", idle, "connections that do nothing")
 	flag.Parse()
+	if flag.NArg() != 1 {
+		fmt.Fprintln(os.Stderr, "usage: bench-flows [flags] QUICVPN")
+		os.Exit(2)
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	err := netlab.Main(ctx, "bench-flows", func(ctx context.Context, tb netlab.TB) {
@@ -48,6 +53,8 @@ func main() {
 		report(samples)
 		fmt.Printf("\nTCP, MTU %d, medians of %d rounds of %d s, interleaved.\n\n", mtu, rounds, seconds)
 		measureIdle(tb, idle)
+		fmt.Println()
+		measureFar(ctx, tb, flag.Arg(0), 10*time.Second, quick)
 	})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench-flows:", err)
