@@ -74,7 +74,7 @@ func TestFrontEnds(t *testing.T) {
 func TestFrontClose(t *testing.T) {
 	before := runtime.NumGoroutine()
 	f := newTestFront(t, func(*record) {})
-	if n := runtime.NumGoroutine(); n != before {
+	if n := runtime.NumGoroutine(); n > before { // those of tests before may end now
 		t.Errorf("%d goroutines before the first packet", n-before)
 	}
 	if !f.ends(t, syn("172.18.0.1:1080")) {
