@@ -30,8 +30,11 @@ import (
 
 const (
 	// maxGatewayFlows is how many flows there may be at a time, where the process
-	// may have so many descriptors.
+	// may have twice as many sockets as they may open at once.
 	maxGatewayFlows = 64 << 10
+	// maxAddresses is how many addresses of a host are dialled, and how many sockets
+	// a flow has at most while it is opened.
+	maxAddresses = 4
 	// dialLimit bounds the opening of a flow.
 	dialLimit = 20 * time.Second
 	// headStart is for how long the next address waits for the last one.
@@ -56,7 +59,7 @@ type flows struct {
 
 func newFlows(r *router, ns *netNS, n *names, log *slog.Logger) *flows {
 	return &flows{router: r, ns: ns, names: n, log: log,
-		shares: newShares(int(min(maxGatewayFlows, max(descriptors()/2, 1))))}
+		shares: newShares(int(min(maxGatewayFlows, max(descriptors()/2/maxAddresses, 1))))}
 }
 
 // counters returns what became of flows, those that are not zero.
@@ -245,8 +248,7 @@ func (f *flows) resolve(ctx context.Context, host string) ([]netip.Addr, error) 
 			turns = append(turns, four[i])
 		}
 	}
-	const most = 8 // who has more addresses has names enough
-	return turns[:min(len(turns), most)], nil
+	return turns[:min(len(turns), maxAddresses)], nil
 }
 
 // race dials one address after the other, each with a head start, and returns the
