@@ -23,7 +23,7 @@ func TestLoss(t *testing.T) {
 		if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
 			t.Fatal(err)
 		}
-		const size = 4 << 20
+		const size = 256 << 10
 		out := make([]byte, size)
 		for i := range out {
 			out[i] = byte(i * i >> 7)
