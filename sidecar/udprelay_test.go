@@ -140,7 +140,7 @@ func TestUDPRelay(t *testing.T) {
 		if err := r.Send(b, named); err != nil {
 			t.Fatal(err)
 		}
-		copy(b, "XXXXX") // Send does not keep it
+		copy(b, "other") // Send does not keep it
 		sendTo(t, r, named, "second")
 		receive(t, r, "first", named)
 		receive(t, r, "second", named)
