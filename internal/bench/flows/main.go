@@ -12,18 +12,12 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
-	"slices"
 	"syscall"
 	"time"
 
+	"github.com/quicvpn/quicvpn/internal/bench/moved"
 	"github.com/quicvpn/quicvpn/internal/netlab"
 )
-
-// A sample is one run of iperf3.
-type sample struct {
-	gbits float64 // a second
-	nsKB  float64 // CPU of this process for a KiB moved
-}
 
 // A cell names a figure of the table.
 type cell struct {
@@ -54,7 +48,11 @@ func main() {
 		fmt.Printf("\nTCP, MTU %d, medians of %d rounds of %d s, interleaved.\n\n", mtu, rounds, seconds)
 		measureIdle(tb, idle)
 		fmt.Println()
-		measureFar(ctx, tb, flag.Arg(0), 10*time.Second, quick)
+		far := 10 * time.Second
+		if quick {
+			far = 5 * time.Second
+		}
+		measureFar(ctx, tb, flag.Arg(0), far, quick)
 	})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench-flows:", err)
@@ -64,12 +62,12 @@ func main() {
 
 var flowCounts = []int{1, 4}
 
-func measure(ctx context.Context, tb netlab.TB, rounds int, d time.Duration) map[cell][]sample {
+func measure(ctx context.Context, tb netlab.TB, rounds int, d time.Duration) map[cell][]moved.Sample {
 	var rigs []*rig
 	for _, b := range builders {
 		rigs = append(rigs, b.build(ctx, tb, b.name))
 	}
-	samples := make(map[cell][]sample)
+	samples := make(map[cell][]moved.Sample)
 	for round := range rounds {
 		for _, flows := range flowCounts {
 			for _, reverse := range []bool{false, true} {
@@ -90,40 +88,16 @@ func measure(ctx context.Context, tb netlab.TB, rounds int, d time.Duration) map
 }
 
 // run moves data between the rig's client and its server.
-func (r *rig) run(ctx context.Context, c cell, d time.Duration) (sample, error) {
-	before := cpuTime()
-	res, err := r.client.Iperf(ctx, netlab.Iperf{
+func (r *rig) run(ctx context.Context, c cell, d time.Duration) (moved.Sample, error) {
+	return moved.By(ctx, r.client, netlab.Iperf{
 		Server: netip.AddrPortFrom(r.server, iperfPort), Flows: c.flows, Reverse: c.reverse, Duration: d,
 	})
-	if err != nil {
-		return sample{}, err
-	}
-	cpu := cpuTime() - before
-	return sample{gbits: res.Bits / 1e9, nsKB: float64(cpu.Nanoseconds()) / (res.Bytes / 1024)}, nil
-}
-
-// cpuTime is what this process has used.
-func cpuTime() time.Duration {
-	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		panic(err) // it fails for bad arguments only
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-}
-
-func median(s []sample, get func(sample) float64) float64 {
-	var v []float64
-	for _, x := range s {
-		v = append(v, get(x))
-	}
-	slices.Sort(v)
-	return (v[(len(v)-1)/2] + v[len(v)/2]) / 2
 }
 
 // report prints the figures, and the ratios that are to be read.
-func report(samples map[cell][]sample) {
-	gbits := func(s sample) float64 { return s.gbits }
-	cost := func(s sample) float64 { return s.nsKB }
+func report(samples map[cell][]moved.Sample) {
+	gbits := func(s moved.Sample) float64 { return s.Gbits }
+	cost := func(s moved.Sample) float64 { return s.NsKB }
 	fmt.Print("| Gbit/s; CPU, ns/KiB |")
 	var columns []cell
 	for _, flows := range flowCounts {
@@ -137,7 +111,7 @@ func report(samples map[cell][]sample) {
 		fmt.Printf("| %s |", b.name)
 		for _, c := range columns {
 			c.rig = b.name
-			fmt.Printf(" %.2f; %.0f |", median(samples[c], gbits), median(samples[c], cost))
+			fmt.Printf(" %.2f; %.0f |", moved.Median(samples[c], gbits), moved.Median(samples[c], cost))
 		}
 		fmt.Println()
 	}
@@ -145,7 +119,7 @@ func report(samples map[cell][]sample) {
 	for _, c := range columns {
 		a, b := c, c
 		a.rig, b.rig = ours, kernel
-		fmt.Printf(" %.2f |", median(samples[a], gbits)/median(samples[b], gbits))
+		fmt.Printf(" %.2f |", moved.Median(samples[a], gbits)/moved.Median(samples[b], gbits))
 	}
 	fmt.Println()
 }

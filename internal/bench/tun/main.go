@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/quicvpn/quicvpn/internal/bench/moved"
 	"github.com/quicvpn/quicvpn/internal/netlab"
 )
 
@@ -32,12 +33,6 @@ var flowCounts = []int{1, 4, 16}
 type cell struct {
 	rig   string
 	flows int
-}
-
-// A sample is one run of iperf3.
-type sample struct {
-	gbits float64 // a second
-	nsKB  float64 // CPU of this process for a KiB moved
 }
 
 func main() {
@@ -75,12 +70,12 @@ func choose(words string) (rows []builder) {
 	return rows
 }
 
-func measure(ctx context.Context, tb netlab.TB, rows []builder, rounds int, d time.Duration) map[cell][]sample {
+func measure(ctx context.Context, tb netlab.TB, rows []builder, rounds int, d time.Duration) map[cell][]moved.Sample {
 	var rigs []*rig
 	for _, r := range rows {
 		rigs = append(rigs, r.build(ctx, tb, r.name))
 	}
-	samples := make(map[cell][]sample)
+	samples := make(map[cell][]moved.Sample)
 	for round := range rounds {
 		for _, flows := range flowCounts {
 			for i := range rigs {
@@ -99,23 +94,8 @@ func measure(ctx context.Context, tb netlab.TB, rows []builder, rounds int, d ti
 }
 
 // run moves data from the rig's client to its server.
-func (r *rig) run(ctx context.Context, flows int, d time.Duration) (sample, error) {
-	before := cpuTime()
-	res, err := r.client.Iperf(ctx, netlab.Iperf{
+func (r *rig) run(ctx context.Context, flows int, d time.Duration) (moved.Sample, error) {
+	return moved.By(ctx, r.client, netlab.Iperf{
 		Server: netip.AddrPortFrom(serverAddr, iperfPort), Flows: flows, Duration: d,
 	})
-	if err != nil {
-		return sample{}, err
-	}
-	cpu := cpuTime() - before
-	return sample{gbits: res.Bits / 1e9, nsKB: float64(cpu.Nanoseconds()) / (res.Bytes / 1024)}, nil
-}
-
-// cpuTime is what this process has used.
-func cpuTime() time.Duration {
-	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		panic(err) // it fails for bad arguments only
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }

@@ -4,16 +4,9 @@ import (
 	"fmt"
 	"io"
 	"slices"
-)
 
-func median(s []sample, get func(sample) float64) float64 {
-	var v []float64
-	for _, x := range s {
-		v = append(v, get(x))
-	}
-	slices.Sort(v)
-	return (v[(len(v)-1)/2] + v[len(v)/2]) / 2
-}
+	"github.com/quicvpn/quicvpn/internal/bench/moved"
+)
 
 func count(flows int) string {
 	if flows == 1 {
@@ -23,12 +16,12 @@ func count(flows int) string {
 }
 
 // report prints the figures, and the ratios that are to be read.
-func report(w io.Writer, rows []builder, samples map[cell][]sample) {
+func report(w io.Writer, rows []builder, samples map[cell][]moved.Sample) {
 	measured := func(rig string) bool {
 		return slices.ContainsFunc(rows, func(b builder) bool { return b.name == rig })
 	}
 	gbits := func(rig string, flows int) float64 {
-		return median(samples[cell{rig, flows}], func(s sample) float64 { return s.gbits })
+		return moved.Median(samples[cell{rig, flows}], func(s moved.Sample) float64 { return s.Gbits })
 	}
 	fmt.Fprint(w, "| Gbit/s |")
 	for _, n := range flowCounts {
@@ -48,7 +41,7 @@ func report(w io.Writer, rows []builder, samples map[cell][]sample) {
 			fmt.Fprintln(w, " |")
 			continue
 		}
-		fmt.Fprintf(w, " %.0f |\n", median(samples[cell{b.name, 4}], func(s sample) float64 { return s.nsKB }))
+		fmt.Fprintf(w, " %.0f |\n", moved.Median(samples[cell{b.name, 4}], func(s moved.Sample) float64 { return s.NsKB }))
 	}
 	fmt.Fprint(w, "\n| ratio |")
 	for _, n := range flowCounts {
