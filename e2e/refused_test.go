@@ -156,10 +156,10 @@ func TestRoleEnds(t *testing.T) {
 	}{
 		{"sidecar without /dev/net/tun", func(_ *world, ns *netlab.NS) { ns.Hide("/dev/net") }, "", "sidecar", nil,
 			1, []string{"/dev/net/tun", "--device"}},
-		{"gateway without /dev/net/tun", func(_ *world, ns *netlab.NS) { ns.Hide("/dev/net") }, "", "gateway", nil,
+		{"gateway without /dev/net/tun", func(_ *world, ns *netlab.NS) { ns.Hide("/dev/net") }, "", "gateway", []string{"--egress", "kernel"},
 			1, []string{"/dev/net/tun", "--device"}},
 		{"sidecar without NET_ADMIN", nil, dropAdmin, "sidecar", nil, 1, []string{"NET_ADMIN"}},
-		{"gateway without NET_ADMIN", nil, dropAdmin, "gateway", nil, 1, []string{"NET_ADMIN"}},
+		{"gateway without NET_ADMIN", nil, dropAdmin, "gateway", []string{"--egress", "kernel"}, 1, []string{"NET_ADMIN"}},
 		{"sidecar without NET_ADMIN or kill switch", nil, dropAdmin, "sidecar", []string{"--kill-switch", "off"}, 1, []string{"NET_ADMIN"}},
 		{"gateway's port in use", func(w *world, ns *netlab.NS) {
 			pc, err := ns.ListenPacket("udp", ":443")
