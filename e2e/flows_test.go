@@ -59,7 +59,7 @@ func TestTCPFlow(t *testing.T) {
 	if _, err := io.ReadAll(conn); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("after the gateway's restart the connection ends with %v, want a reset", err)
 	}
-	c.waitUp(15 * time.Second)
+	c.waitUp()
 	c.checkPages()
 	c.checkTunnel()
 	c.stop()

@@ -5,7 +5,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 )
 
 // healthcheck runs the command beside the client's sidecar and returns its one
@@ -55,7 +54,7 @@ func TestHealthcheck(t *testing.T) {
 	if err := role.Signal(syscall.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
-	c.waitUp(10 * time.Second)
+	c.waitUp()
 	healthy("the gateway goes on")
 
 	w.gateway.Kill()
@@ -64,7 +63,7 @@ func TestHealthcheck(t *testing.T) {
 	}
 	sick("there is no gateway", "and the sidecar tries to connect again: ", "--timeout", "500ms")
 	w.startGateway()
-	c.waitUp(10 * time.Second)
+	c.waitUp()
 	healthy("the gateway is back")
 	c.sidecar.Kill()
 	sick("the sidecar was killed", "there is no interface quicvpn0 here")

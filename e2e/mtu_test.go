@@ -46,7 +46,7 @@ func TestPathMTU(t *testing.T) {
 					c.checkPages()
 				} else {
 					c.start(w.token)
-					c.waitFor(15*time.Second, netlab.ServerAddr4)
+					c.waitFor(netlab.ServerAddr4)
 					if err := c.sidecar.WaitLog(w.ctx, "IPv6"); err != nil {
 						t.Errorf("no reason for the loss of IPv6: %v", err)
 					}
@@ -93,7 +93,7 @@ func TestPathShrinks(t *testing.T) {
 			c.join(w.token)
 			c.download()
 			shrink(w)
-			deadline := time.Now().Add(15 * time.Second)
+			deadline := time.Now().Add(patience)
 			for {
 				ctx, cancel := context.WithTimeout(w.ctx, 3*time.Second)
 				page, err := c.ns.Get(ctx, pageURL("https", netlab.ServerAddr4)+"bytes/100000")
@@ -102,10 +102,10 @@ func TestPathShrinks(t *testing.T) {
 					break
 				}
 				if time.Now().After(deadline) {
-					t.Fatalf("no page 15s after the path shrank: %v\nsidecar:\n%s", err, c.sidecar.Log())
+					t.Fatalf("no page after the path shrank: %v\nsidecar:\n%s", err, c.sidecar.Log())
 				}
 			}
-			c.waitUp(5 * time.Second)
+			c.waitUp()
 			c.checkPages()
 			c.checkTunnel()
 		})

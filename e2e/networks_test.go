@@ -100,7 +100,7 @@ func TestAllow(t *testing.T) {
 	w.startGateway()
 	c := w.client0()
 	c.start(w.newToken("narrow", "--allow", "203.0.113.0/26"))
-	c.waitFor(15*time.Second, netlab.ServerAddr4)
+	c.waitFor(netlab.ServerAddr4)
 	if _, err := c.page("http", netlab.ServerAddr4); err != nil {
 		t.Errorf("an allowed page: %v", err)
 	}

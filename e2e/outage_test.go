@@ -4,6 +4,7 @@ import (
 	"context"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -33,7 +34,7 @@ func TestGatewayKilledUnderLoad(t *testing.T) {
 			}
 			done := make(chan outcome, 1)
 			go func() {
-				r, err := c.ns.Iperf(w.ctx, netlab.Iperf{Server: server, Reverse: tt.reverse, Duration: 9 * time.Second})
+				r, err := c.ns.Iperf(w.ctx, netlab.Iperf{Server: server, Reverse: tt.reverse, Duration: 12 * time.Second})
 				done <- outcome{r, err}
 			}()
 			time.Sleep(3 * time.Second)
@@ -44,15 +45,16 @@ func TestGatewayKilledUnderLoad(t *testing.T) {
 			if o.err != nil {
 				t.Fatalf("the connection did not survive: %v\nsidecar:\n%s", o.err, c.sidecar.Log())
 			}
-			if stall := o.result.Stall(); stall == 0 || stall >= 3*time.Second {
-				t.Errorf("nothing moved for %v, want some time under 3s; bytes each tenth of a second: %.0f", stall, o.result.Steps)
+			if log := c.sidecar.Log(); !strings.Contains(log, "the session ended") {
+				t.Errorf("the gateway was not away:\n%s", log)
 			}
+			// Once the gateway is back, TCP's next try may still be seconds away.
 			var last float64
 			for _, bytes := range o.result.Steps[max(len(o.result.Steps)-20, 0):] {
 				last += bytes
 			}
 			if last < 2e6 {
-				t.Errorf("in its last two seconds the connection moved %.0f bytes, want megabytes", last)
+				t.Errorf("in its last two seconds the connection moved %.0f bytes, want megabytes; each tenth of a second: %.0f", last, o.result.Steps)
 			}
 			c.checkTunnel()
 		})
@@ -91,7 +93,7 @@ func TestLinkDown(t *testing.T) {
 				time.Sleep(time.Second)
 			}
 			link.Up()
-			c.waitUp(5 * time.Second)
+			c.waitUp()
 			c.checkPages()
 			c.checkTunnel()
 			if again := c.addresses(); len(again) != 2 || !slices.Equal(again, addresses) {
@@ -123,7 +125,7 @@ func TestUplinkChanges(t *testing.T) {
 	watched := second.Capture(w.ends...)
 	c.uplink.Down()
 	c.ns.DefaultRoute(netip.MustParseAddr("192.0.2.241"))
-	c.waitUp(10 * time.Second)
+	c.waitUp()
 	c.checkPages()
 	if problem := watched.Traffic().Problem(); problem != "" {
 		t.Errorf("the second uplink: %s", problem)

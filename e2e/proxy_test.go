@@ -234,7 +234,7 @@ s.close()
 		}
 	}
 	// The clients have gone, and with them their datagrams' ways.
-	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
 		left, code := p.runIn(p.Gateway, nil, "ss", "--no-header", "--numeric", "--udp", "dport", "=", "7")
 		if code == 0 && left == "" {
 			break
@@ -252,13 +252,13 @@ func TestProxyOutage(t *testing.T) {
 	p := newProxyWorld(t)
 	p.serveTCPEcho()
 	p.startProxy()
-	// reset wants the end of a connection within a second.
+	// reset wants the end of a connection at once: no time-out is that short.
 	reset := func(what string, c net.Conn) {
 		t.Helper()
 		began := time.Now()
 		_, err := c.Read(make([]byte, 1))
-		if took := time.Since(began); !errors.Is(err, syscall.ECONNRESET) || took > time.Second {
-			t.Errorf("%s: %v after %v, want a reset within a second", what, err, took)
+		if took := time.Since(began); !errors.Is(err, syscall.ECONNRESET) || took > 5*time.Second {
+			t.Errorf("%s: %v after %v, want a reset at once", what, err, took)
 		}
 		c.Close()
 	}
@@ -278,7 +278,7 @@ func TestProxyOutage(t *testing.T) {
 	// While it is away everybody hears so in bounded time.
 	began := time.Now()
 	out, code := p.curl("--proxy socks5h://" + socksAt + " http://www.example/")
-	if took := time.Since(began); code != 97 || !strings.Contains(out, "(3)") || took > 12*time.Second {
+	if took := time.Since(began); code != 97 || !strings.Contains(out, "(3)") || took > 25*time.Second {
 		t.Errorf("without a gateway: exit code %d after %v, %s", code, took, out)
 	}
 	if line, err := p.healthcheck(); err == nil {
@@ -366,7 +366,7 @@ func TestProxyMany(t *testing.T) {
 	for _, c := range open {
 		c.Close()
 	}
-	for deadline := time.Now().Add(10 * time.Second); descriptors() > before; time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); descriptors() > before; time.Sleep(50 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%d descriptors, before %d", descriptors(), before)
 		}

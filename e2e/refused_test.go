@@ -137,7 +137,7 @@ func TestBlockedUDPComesBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.Uplink.Nft("delete table inet f")
-	c.waitUp(15 * time.Second)
+	c.waitUp()
 	c.checkPages()
 }
 

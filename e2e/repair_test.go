@@ -26,13 +26,13 @@ func TestRulesFlushed(t *testing.T) {
 			t.Fatalf("no rules in %s", ns.Name)
 		}
 		ns.Nft("flush ruleset")
-		for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+		for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
 			diff := before.Diff(rules(ns))
 			if diff == "" {
 				break
 			}
 			if time.Now().After(deadline) {
-				t.Fatalf("ten seconds after a flush the rules of %s are not as before:\n%s", ns.Name, diff)
+				t.Fatalf("the rules of %s after a flush are not as before:\n%s", ns.Name, diff)
 			}
 		}
 	}
@@ -75,7 +75,7 @@ func TestSuspended(t *testing.T) {
 			if err := role.Signal(syscall.SIGCONT); err != nil {
 				t.Fatal(err)
 			}
-			c.waitUp(5 * time.Second)
+			c.waitUp()
 			c.checkPages()
 			c.checkTunnel()
 		})
@@ -99,7 +99,7 @@ func TestGatewayMoves(t *testing.T) {
 	w.Gateway.Nft("table ip gone { chain in { type filter hook input priority -300; ip daddr 198.51.100.2 drop; }; }")
 	c.ns.Replace("/etc/hosts", "198.51.100.3 "+name+"\n")
 	w.startGateway()
-	c.waitUp(15 * time.Second)
+	c.waitUp()
 	c.checkPages()
 	c.checkTunnel()
 }
@@ -113,7 +113,7 @@ func TestManyClients(t *testing.T) {
 		w.addClient(fmt.Sprint("client", i)).start(w.token)
 	}
 	for _, c := range w.clients[1:] {
-		c.waitUp(20 * time.Second)
+		c.waitUp()
 		c.checkPages()
 	}
 	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)

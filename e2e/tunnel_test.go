@@ -115,7 +115,7 @@ func TestKilledGatewayLeavesNoTrace(t *testing.T) {
 	addresses := c.addresses()
 	w.gateway.Kill()
 	w.startGateway()
-	c.waitUp(10 * time.Second)
+	c.waitUp()
 	if again := c.addresses(); len(again) != 2 || !slices.Equal(again, addresses) {
 		t.Errorf("the client's addresses went from %v to %v", addresses, again)
 	}

@@ -47,6 +47,9 @@ func testMain(m *testing.M) int {
 	return m.Run()
 }
 
+// patience is how long tests wait for what must happen; machines may be busy.
+const patience = 30 * time.Second
+
 var (
 	gatewayEnd4 = netip.AddrPortFrom(netlab.GatewayAddr4, 443)
 	gatewayEnd6 = netip.AddrPortFrom(netlab.GatewayAddr6, 443)
@@ -203,20 +206,20 @@ func (c *client) start(token string, args ...string) {
 func (c *client) join(token string, args ...string) {
 	c.w.t.Helper()
 	c.start(token, args...)
-	c.waitUp(15 * time.Second)
+	c.waitUp()
 }
 
 // waitUp waits until the internet answers through the tunnel by both versions.
-func (c *client) waitUp(within time.Duration) {
+func (c *client) waitUp() {
 	c.w.t.Helper()
-	c.waitFor(within, servers...)
+	c.waitFor(servers...)
 }
 
 // waitFor waits until the servers answer through the tunnel. Nothing is sent
 // before the route is there: it would be in clear.
-func (c *client) waitFor(within time.Duration, servers ...netip.Addr) {
+func (c *client) waitFor(servers ...netip.Addr) {
 	c.w.t.Helper()
-	ctx, cancel := context.WithTimeout(c.w.ctx, within)
+	ctx, cancel := context.WithTimeout(c.w.ctx, patience)
 	defer cancel()
 	for _, server := range servers {
 		err := c.ns.WaitRoute(ctx, server, "quicvpn0")
@@ -224,7 +227,7 @@ func (c *client) waitFor(within time.Duration, servers ...netip.Addr) {
 			err = c.ns.WaitPing(ctx, server)
 		}
 		if err != nil {
-			c.w.t.Fatalf("%s does not reach %s by the tunnel after %v: %v", c.ns.Name, server, within, err)
+			c.w.t.Fatalf("%s does not reach %s by the tunnel after %v: %v", c.ns.Name, server, patience, err)
 		}
 	}
 }
@@ -272,7 +275,7 @@ func (w *world) stopRole(c *netlab.Cmd) {
 // in clear afterwards. The capture must show nothing of the stop.
 func (c *client) stop() {
 	c.w.t.Helper()
-	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
 		busy := c.connections()
 		if len(busy) == 0 {
 			break

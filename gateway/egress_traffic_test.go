@@ -16,7 +16,7 @@ import (
 	"github.com/quicvpn/quicvpn/internal/packet"
 )
 
-const patience = 10 * time.Second
+const patience = 30 * time.Second
 
 // A wire is the TUN device of an egress without a router: what the kernel hands
 // out is kept.

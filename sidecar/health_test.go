@@ -50,7 +50,7 @@ func TestHealth(t *testing.T) {
 	if err := cmd.WaitLog(l.ctx, "seems blocked"); err != nil {
 		t.Fatal(err)
 	}
-	l.eventually(2*time.Second, func() error {
+	l.eventually(func() error {
 		if line, _ := l.health(time.Second); !strings.Contains(line, "UDP to it seems blocked") {
 			return fmt.Errorf("the healthcheck does not say why: %s", line)
 		}
@@ -78,7 +78,7 @@ func TestHealth(t *testing.T) {
 	l.gw.set(func() { l.gw.lose = math.MaxInt })
 	before := time.Now()
 	line, err := l.health(700 * time.Millisecond)
-	if took := time.Since(before); err == nil || took < 700*time.Millisecond || took > 3*time.Second {
+	if took := time.Since(before); err == nil || took < 700*time.Millisecond || took > 10*time.Second {
 		t.Errorf("a healthcheck of 700 ms took %v (%v)", took, err)
 	}
 	if !strings.Contains(line, "the tunnel is dead: no answer from 10.88.0.1 fd88::1 through quicvpn0 within 700ms, although the session stands since ") {
@@ -121,7 +121,7 @@ func TestStatusFile(t *testing.T) {
 	l.ping(toyRemote4)
 	path := filepath.Join(l.dir, statusName)
 	var s status
-	l.eventually(2*time.Second, func() (err error) {
+	l.eventually(func() (err error) {
 		if s, err = readStatus(l.dir); err == nil && !s.Connected {
 			err = fmt.Errorf("it says %+v", s)
 		}
@@ -136,7 +136,7 @@ func TestStatusFile(t *testing.T) {
 	}
 	// What may be asked is what the namespace has an address for.
 	l.Client.Sysctl("net.ipv6.conf.quicvpn0.disable_ipv6", "1")
-	l.eventually(2*anyway, func() error {
+	l.eventually(func() error {
 		if s, err := readStatus(l.dir); err != nil || fmt.Sprint(s.Gateway) != "[10.88.0.1]" {
 			return fmt.Errorf("it says %+v (%v)", s, err)
 		}

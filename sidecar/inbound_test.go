@@ -160,7 +160,7 @@ func TestPublishedPorts(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				c.SetDeadline(time.Now().Add(3 * time.Second))
+				c.SetDeadline(time.Now().Add(testPatience))
 				if _, err := c.Write([]byte("x")); err != nil {
 					t.Error(err)
 				}
@@ -178,7 +178,7 @@ func TestPublishedPorts(t *testing.T) {
 			}
 			// Who answers from any address gets the tunnel's, and stays inside with it.
 			defer ask("192.0.2.2:9").Close()
-			wildcard.SetDeadline(time.Now().Add(3 * time.Second))
+			wildcard.SetDeadline(time.Now().Add(testPatience))
 			_, from, err := wildcard.ReadFrom(make([]byte, 10))
 			if err != nil {
 				t.Fatal(err)
@@ -187,7 +187,7 @@ func TestPublishedPorts(t *testing.T) {
 				t.Error(err)
 			}
 			want := fmt.Sprintf("17 %v 9 > %v", toyOwn4, netlab.ServerAddr4)
-			l.eventually(3*time.Second, func() error {
+			l.eventually(func() error {
 				if through := l.gw.take(); !slices.ContainsFunc(through, func(s string) bool { return strings.HasPrefix(s, want) }) {
 					return fmt.Errorf("through the tunnel went %q, want %q", through, want)
 				}
@@ -238,7 +238,7 @@ func TestWhoMayComeIn(t *testing.T) {
 	for _, tt := range tests {
 		l.gw.take()
 		l.gw.inject(toyPacket, tt.packet)
-		deadline := time.Now().Add(3 * time.Second)
+		deadline := time.Now().Add(testPatience)
 		if !tt.answered {
 			deadline = time.Now().Add(100 * time.Millisecond)
 		}

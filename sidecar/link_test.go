@@ -288,7 +288,7 @@ func TestLinkInAHost(t *testing.T) {
 	if err := cmd.WaitLog(l.ctx, "msg=told"); err != nil {
 		t.Fatal(err)
 	}
-	l.eventually(5*time.Second, func() error {
+	l.eventually(func() error {
 		if g.joins() == 0 {
 			return errors.New("the gateway has no session")
 		}
@@ -352,7 +352,7 @@ func TestFollow(t *testing.T) {
 		tt.change()
 		now := link.look(nl)
 		// The kernel takes its time with what a carrier does.
-		for deadline := time.Now().Add(5 * time.Second); tt.want && !now.isOther(before) && time.Now().Before(deadline); now = link.look(nl) {
+		for deadline := time.Now().Add(testPatience); tt.want && !now.isOther(before) && time.Now().Before(deadline); now = link.look(nl) {
 			time.Sleep(5 * time.Millisecond)
 		}
 		if now.isOther(before) != tt.want {

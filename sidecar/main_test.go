@@ -249,17 +249,20 @@ func (l *lab) sh(args ...string) string {
 	return string(out)
 }
 
+// testPatience is how long tests wait for what must happen; machines may be busy.
+const testPatience = 30 * time.Second
+
 // eventually waits until ok returns nil.
-func (l *lab) eventually(within time.Duration, ok func() error) {
+func (l *lab) eventually(ok func() error) {
 	l.t.Helper()
-	deadline := time.Now().Add(within)
+	deadline := time.Now().Add(testPatience)
 	for {
 		err := ok()
 		if err == nil {
 			return
 		}
 		if time.Now().After(deadline) {
-			l.t.Fatalf("after %v: %v\n%s", within, err, l.dump())
+			l.t.Fatalf("after %v: %v\n%s", testPatience, err, l.dump())
 		}
 		time.Sleep(20 * time.Millisecond)
 	}

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/quicvpn/quicvpn/internal/netlab"
 )
@@ -155,7 +154,7 @@ func TestResolvConf(t *testing.T) {
 	}
 	written := func() {
 		t.Helper()
-		l.eventually(5*time.Second, func() error {
+		l.eventually(func() error {
 			if s := content(); !strings.Contains(s, "\nnameserver 10.88.0.1\nnameserver fd88::1\nsearch lan\noptions ndots:2\n") || strings.Contains(s, "203.0.113.10") {
 				return fmt.Errorf("it says\n%s", s)
 			}
@@ -169,7 +168,7 @@ func TestResolvConf(t *testing.T) {
 	// A lost session, and the name is asked for again, where it was before.
 	before := len(asked())
 	l.gw.set(func() { l.gw.dead = true })
-	l.eventually(10*time.Second, func() error {
+	l.eventually(func() error {
 		if len(asked()) == before {
 			return errors.New("nobody asks for the gateway's name")
 		}

@@ -249,7 +249,7 @@ func TestIPv6(t *testing.T) {
 // unreachable6 checks that IPv6 fails at once.
 func (l *lab) unreachable6() {
 	l.t.Helper()
-	l.eventually(2*time.Second, func() error {
+	l.eventually(func() error {
 		start := time.Now()
 		_, err := l.Client.Ping(l.ctx, netlab.Ping{To: toyRemote6, Wait: 10 * time.Millisecond})
 		if err == nil {
@@ -308,7 +308,7 @@ func TestReconnects(t *testing.T) {
 
 	n := joins()
 	l.gw.inject(toyEnd, nil)
-	l.eventually(2*time.Second, func() error {
+	l.eventually(func() error {
 		if joins() == n {
 			return errors.New("no new session after the end")
 		}
@@ -359,7 +359,7 @@ func TestFollowsTheGatewaysName(t *testing.T) {
 	if err := cmd.WaitLog(l.ctx, "the namespace is set up"); err != nil {
 		t.Fatal(err)
 	}
-	l.eventually(5*time.Second, func() error {
+	l.eventually(func() error {
 		if !strings.Contains(l.sh("nft", "list", "ruleset"), "198.51.100.77") {
 			return errors.New("the first address is not dialled")
 		}

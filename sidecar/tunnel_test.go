@@ -136,7 +136,7 @@ func TestRealTunnel(t *testing.T) {
 	g.start(time.Now)
 	start := time.Now()
 	l.ping(toyRemote4)
-	if took := time.Since(start); took > 3*time.Second {
+	if took := time.Since(start); took > 10*time.Second {
 		t.Errorf("back %v after the gateway", took)
 	}
 
@@ -148,7 +148,7 @@ func TestRealTunnel(t *testing.T) {
 	if err := last.Close("moved to another gateway"); err != nil {
 		t.Error(err)
 	}
-	l.eventually(3*time.Second, func() error {
+	l.eventually(func() error {
 		if g.joins() == n {
 			return errors.New("no new session")
 		}
@@ -166,7 +166,7 @@ func TestRealTunnel(t *testing.T) {
 	l.Client.DefaultRoute(netip.MustParseAddr("192.0.2.1"))
 	start = time.Now()
 	l.ping(toyRemote4)
-	if took := time.Since(start); took > 5*time.Second {
+	if took := time.Since(start); took > 10*time.Second {
 		t.Errorf("back %v after the link", took)
 	}
 

@@ -81,7 +81,7 @@ func newPair(t *testing.T, cfg [2]Config, cut bool, seen func(from, queue int, p
 // waitLocal waits until the kernel takes packets for a new IPv6 address.
 func waitLocal(t *testing.T, ns *netlab.NS, addr netip.Addr) {
 	t.Helper()
-	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(time.Millisecond) {
 		routes, err := ns.Netlink().RouteGet(addr.AsSlice())
 		if err == nil && len(routes) > 0 && routes[0].Type == unix.RTN_LOCAL {
 			return

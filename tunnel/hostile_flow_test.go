@@ -146,7 +146,7 @@ func TestHostileFlows(t *testing.T) {
 	if _, status := h.ask(connectUDPRequest(pathConnectUDP + "192.0.2.1/53/")); status != http.StatusOK {
 		t.Errorf("the next flow is answered by %d", status)
 	}
-	for deadline := time.Now().Add(5 * time.Second); drops.Snapshot()[packet.DropNoSession.String()] != 1; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); drops.Snapshot()[packet.DropNoSession.String()] != 1; time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("drops: %v", drops.Snapshot())
 		}

@@ -53,7 +53,7 @@ func (h *hostile) join() *http.Response {
 	go acceptUniStreams(h.conn, true, client.HandleUnidirectionalStream, func(*quic.ReceiveStream) {})
 	select {
 	case <-client.ReceivedSettings():
-	case <-time.After(5 * time.Second):
+	case <-time.After(patience):
 		h.t.Fatal("no settings")
 	}
 	var err error
@@ -112,7 +112,7 @@ func TestHostileStreams(t *testing.T) {
 				if err == nil || !strings.Contains(err.Error(), test.want) {
 					t.Errorf("Receive = %v, want %q", err, test.want)
 				}
-			case <-time.After(5 * time.Second):
+			case <-time.After(patience):
 				t.Fatal("the session goes on")
 			}
 		})
@@ -162,7 +162,7 @@ func TestStrangers(t *testing.T) {
 	}
 	select {
 	case <-oldest.Context().Done():
-	case <-time.After(5 * time.Second):
+	case <-time.After(patience):
 		t.Errorf("the oldest of %d connections without a session stays", maxStrangers+1)
 	}
 	if n := list.conns.Len(); n != maxStrangers {

@@ -37,6 +37,9 @@ const (
 
 	keepAlive   = 5 * time.Second
 	idleTimeout = 30 * time.Second
+
+	// busyLook is how many packets within a look are more than answers to pings.
+	busyLook = 16
 )
 
 // errPathShrank ends a session whose packets no longer fit the path: its next
@@ -220,7 +223,7 @@ func (s *Session) watch() {
 	}
 	t := time.NewTicker(tick)
 	defer t.Stop()
-	var received uint64
+	var received, came uint64
 	var stall stallDetector
 	lastPing := time.Now()
 	for {
@@ -235,9 +238,10 @@ func (s *Session) watch() {
 			}
 			stats := s.conn.ConnectionStats()
 			s.learner.look(s, stats, now)
-			quiet := stats.PacketsReceived == received
+			before := came
+			came, received = stats.PacketsReceived-received, stats.PacketsReceived
+			quiet := came == 0
 			if !quiet {
-				received = stats.PacketsReceived
 				s.heard.at.Store(now.UnixNano())
 			}
 			if stall.stalled(now, s.writing(), stats) {
@@ -247,7 +251,9 @@ func (s *Session) watch() {
 			}
 			// A gateway that owes an answer is asked again and again: QUIC's own repeats
 			// come ever more seldom, and would learn late that the path is back.
-			if _, owed := s.LastReceived(); s.client && (quiet && owed || now.Sub(lastPing) >= keepAlive) {
+			// So is one that went quiet in the middle of something.
+			_, owed := s.LastReceived()
+			if s.client && (quiet && (owed || before >= busyLook) || now.Sub(lastPing) >= keepAlive) {
 				lastPing = now
 				s.heard.sentNow()
 				if err := s.control.ping(s.datagramSpace()); err != nil {

@@ -57,7 +57,7 @@ func TestSocketQUICClose(t *testing.T) {
 		if err := context.Cause(peer.Context()); !errors.As(err, &closed) || closed.ErrorCode != 42 || closed.ErrorMessage != "enough" {
 			t.Errorf("the peer saw %v", err)
 		}
-	case <-time.After(5 * time.Second):
+	case <-time.After(patience):
 		t.Error("the peer did not see the end")
 	}
 }

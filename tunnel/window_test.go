@@ -13,7 +13,7 @@ import (
 // settles waits until a budget has so much in use.
 func (b *windowBudget) settles(t *testing.T, want int64) {
 	t.Helper()
-	for deadline := time.Now().Add(5 * time.Second); b.used.Load() != want; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(patience); b.used.Load() != want; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%d bytes are in use, want %d", b.used.Load(), want)
 		}

@@ -148,7 +148,7 @@ func (n *network) deviceNamed(ns *netlab.NS, name string, queues int) (d *tun.De
 // waitLocal waits until the kernel takes packets for a new address.
 func waitLocal(t testing.TB, ns *netlab.NS, addr netip.Addr) {
 	t.Helper()
-	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(time.Millisecond) {
 		routes, err := ns.Netlink().RouteGet(addr.AsSlice())
 		if err == nil && len(routes) > 0 && routes[0].Type == unix.RTN_LOCAL {
 			return
@@ -165,7 +165,7 @@ func (n *network) dropped(why packet.Drop) uint64 { return n.drops.Snapshot()[wh
 // eventually waits until f returns nil.
 func eventually(t testing.TB, f func() error) {
 	t.Helper()
-	deadline := time.Now().Add(10 * time.Second)
+	deadline := time.Now().Add(30 * time.Second)
 	for err := f(); err != nil; err = f() {
 		if time.Now().After(deadline) {
 			t.Fatal(err)

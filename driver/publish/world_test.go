@@ -172,14 +172,14 @@ func echoWhole(c *net.TCPConn) {
 
 func (w *world) eventually(ok func() error) {
 	w.t.Helper()
-	deadline := time.Now().Add(10 * time.Second)
+	deadline := time.Now().Add(30 * time.Second)
 	for {
 		err := ok()
 		if err == nil {
 			return
 		}
 		if time.Now().After(deadline) {
-			w.t.Errorf("after 10 s: %v", err)
+			w.t.Errorf("after 30 s: %v", err)
 			return
 		}
 		time.Sleep(10 * time.Millisecond)

@@ -150,16 +150,3 @@ func parseIperf(out []byte, runErr error) (r IperfResult, err error) {
 	}
 	return r, nil
 }
-
-// Stall returns the longest time in which nothing moved.
-func (r IperfResult) Stall() time.Duration {
-	longest, run := 0, 0
-	for _, bytes := range r.Steps {
-		run++
-		if bytes > 0 {
-			run = 0
-		}
-		longest = max(longest, run)
-	}
-	return time.Duration(longest) * 100 * time.Millisecond
-}

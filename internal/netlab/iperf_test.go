@@ -69,16 +69,6 @@ func TestParseIperf(t *testing.T) {
 	}
 }
 
-func TestStall(t *testing.T) {
-	r := IperfResult{Steps: []float64{1, 0, 0, 1, 0, 0, 0, 1, 0}}
-	if got := r.Stall(); got != 300*time.Millisecond {
-		t.Errorf("stall %v, want 300ms", got)
-	}
-	if got := (IperfResult{}).Stall(); got != 0 {
-		t.Errorf("stall %v, want 0", got)
-	}
-}
-
 func TestIperfArgs(t *testing.T) {
 	args := Iperf{Server: netip.MustParseAddrPort("192.0.2.1:5"), UDP: 200, Warmup: time.Second}.Args()
 	for _, want := range [][]string{{"--udp", "--length", "200"}, {"--bitrate", "0"}, {"--omit", "1"}, {"--parallel", "1"}} {

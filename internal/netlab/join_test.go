@@ -43,7 +43,7 @@ func TestJoin(t *testing.T) {
 	first.Kill() // and with it all in its PID namespace
 	select {
 	case <-second.Done():
-	case <-time.After(5 * time.Second):
+	case <-time.After(30 * time.Second):
 		t.Error("a command outlives the first process of its PID namespace")
 	}
 	leave()

@@ -183,7 +183,7 @@ func TestCommand(t *testing.T) {
 		if err := c.Stop(50 * time.Millisecond); err == nil || !strings.Contains(err.Error(), "did not end") {
 			t.Errorf("stop: %v, want that it did not end", err)
 		}
-		deadline := time.Now().Add(5 * time.Second)
+		deadline := time.Now().Add(30 * time.Second)
 		for alive(child) {
 			if time.Now().After(deadline) {
 				t.Fatalf("child %d is still alive", child)

@@ -63,7 +63,7 @@ func TestWaitRoute(t *testing.T) {
 
 func TestWaitPing(t *testing.T) {
 	top := NewTopology(t, LinkConfig{})
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()
 	top.UplinkGatewayIf.Down()
 	back := time.AfterFunc(300*time.Millisecond, func() {
@@ -125,12 +125,13 @@ func TestLinkDownUpMTUAndRate(t *testing.T) {
 		return time.Since(start)
 	}
 	ib.SetRate(10e6) // 1 MB takes 0.8 s
-	if took := timed(); took < 600*time.Millisecond || took > 3*time.Second {
-		t.Errorf("1 MB at 10 Mbit/s took %v", took)
+	limited := timed()
+	if limited < 600*time.Millisecond {
+		t.Errorf("1 MB at 10 Mbit/s took %v", limited)
 	}
 	ib.SetRate(0)
-	if took := timed(); took > 500*time.Millisecond {
-		t.Errorf("1 MB without a limit took %v", took)
+	if took := timed(); took > limited/2 {
+		t.Errorf("1 MB without a limit took %v, with one %v", took, limited)
 	}
 }
 

@@ -169,7 +169,7 @@ func TestQlogStays(t *testing.T) {
 	}
 	client.CloseWithError(0, "")
 	server.CloseWithError(0, "")
-	for deadline := time.Now().Add(10 * time.Second); ev.closed.Load() < 2; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(30 * time.Second); ev.closed.Load() < 2; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("%d recorders closed", ev.closed.Load())
 		}
