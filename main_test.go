@@ -393,7 +393,7 @@ func TestTokenInArguments(t *testing.T) {
 			if err := c.WaitLog(t.Context(), "the namespace is set up"); err != nil {
 				t.Fatal(err)
 			}
-			if err := c.Stop(10 * time.Second); err != nil {
+			if err := c.Stop(30 * time.Second); err != nil {
 				t.Error(err)
 			}
 			if strings.Contains(c.Log(), warning) != tt.warn || strings.Contains(c.Log(), tok) {

@@ -95,7 +95,7 @@ func TestQuickStart(t *testing.T) {
 		run(world.Gateway, line)
 	}
 	for _, c := range []*netlab.Cmd{s, g} {
-		if err := c.Stop(10 * time.Second); err != nil {
+		if err := c.Stop(30 * time.Second); err != nil {
 			t.Errorf("%v\n%s", err, c.Log())
 		}
 	}

@@ -55,7 +55,8 @@ func createCommand() *cli.Command {
 func printToken(c *cli.Context, t token.Token) error {
 	fmt.Fprint(c.App.ErrWriter, "The join token is a secret and is not shown again. On the client, save it in a file, then:\n\n"+
 		"    quicvpn sidecar --token-file FILE    # for a machine, or a container\n"+
-		"    quicvpn driver --token-file FILE     # for networks of Docker\n\n")
+		"    quicvpn driver --token-file FILE     # for networks of Docker\n"+
+		"    quicvpn sidecar --tun=off --socks5 127.0.0.1:1080 --token-file FILE    # a proxy, which needs no privilege\n\n")
 	if _, err := fmt.Fprintln(c.App.Writer, t.Encode()); err != nil {
 		return fmt.Errorf("print join token: %w: revoke it, then create another", err)
 	}

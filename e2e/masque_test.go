@@ -46,7 +46,7 @@ func TestForeignMasque(t *testing.T) {
 	if strings.Contains(c.Log(), "secret") {
 		t.Errorf("the log has the password:\n%s", c.Log())
 	}
-	if err := c.Stop(10 * time.Second); err != nil {
+	if err := c.Stop(30 * time.Second); err != nil {
 		t.Error(err)
 	}
 	for _, a := range foreign.Authorizations() {

@@ -271,7 +271,7 @@ func TestProxyOutage(t *testing.T) {
 		return c
 	}
 	c := open()
-	if err := p.gateway.Stop(10 * time.Second); err != nil {
+	if err := p.gateway.Stop(30 * time.Second); err != nil {
 		t.Error(err)
 	}
 	reset("the gateway stopped", c)

@@ -266,7 +266,7 @@ func (c *client) checkPages() {
 // stopRole stops a role gracefully.
 func (w *world) stopRole(c *netlab.Cmd) {
 	w.t.Helper()
-	if err := c.Stop(10 * time.Second); err != nil {
+	if err := c.Stop(30 * time.Second); err != nil {
 		w.t.Errorf("stop %s: %v; it printed:\n%s", c.Args[1], err, c.Log())
 	}
 }

@@ -224,6 +224,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 	if err := errors.Join(err, g.close()); err != nil {
 		return fmt.Errorf("run gateway: %w", err)
 	}
+	g.cfg.Log.Info("stopped", "drops", g.drops.Snapshot())
 	return nil
 }
 

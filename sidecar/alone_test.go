@@ -335,6 +335,13 @@ func TestAloneWithoutGateway(t *testing.T) {
 		}
 		return nil
 	})
+	second, err := New(w.cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := second.Run(t.Context()); err == nil || !strings.Contains(err.Error(), "another quicvpn sidecar runs with the state directory "+w.cfg.StateDir) {
+		t.Errorf("a second one with the same key: %v", err)
+	}
 	before := time.Now()
 	_, err = w.dial("192.0.2.1:80")
 	if took := time.Since(before); err == nil || !strings.Contains(err.Error(), "network unreachable") || took > 25*time.Second {

@@ -108,10 +108,10 @@ func (d *device) WritePackets(queue int, pkts []packet.Packet) {
 	}
 }
 
-// pump reads all queues and hands on what it reads, until ctx ends or the device
-// fails. It closes the device.
-func (d *device) pump(ctx context.Context, to *Ender) error {
-	g, ctx := errgroup.WithContext(ctx)
+// pump reads all queues and hands on what it reads, until the device fails or is
+// closed. It closes the device.
+func (d *device) pump(to *Ender) error {
+	g, ctx := errgroup.WithContext(context.Background())
 	defer context.AfterFunc(ctx, func() { d.Close() })()
 	for i, q := range d.queues {
 		g.Go(func() error {
@@ -133,7 +133,9 @@ func (d *device) pump(ctx context.Context, to *Ender) error {
 func (n *network) pump(ctx context.Context, to *Ender) error {
 	for ctx.Err() == nil {
 		dev := n.dev.Load()
-		err := dev.pump(ctx, to)
+		stop := context.AfterFunc(ctx, n.closeDevice)
+		err := dev.pump(to)
+		stop()
 		if ctx.Err() != nil {
 			break
 		}
@@ -147,6 +149,15 @@ func (n *network) pump(ctx context.Context, to *Ender) error {
 		}
 	}
 	return nil
+}
+
+// closeDevice closes the device, which nothing then misses.
+func (n *network) closeDevice() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if dev := n.dev.Swap(nil); dev != nil {
+		dev.Close()
+	}
 }
 
 // WritePackets writes packets to the device, if it is there.

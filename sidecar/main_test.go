@@ -211,8 +211,13 @@ func (l *lab) start(c childSettings) *netlab.Cmd {
 
 func (l *lab) stop(cmd *netlab.Cmd) {
 	l.t.Helper()
-	if err := cmd.Stop(10 * time.Second); err != nil {
+	complaints := func() int { return strings.Count(cmd.Log(), "cannot keep the namespace") }
+	before := complaints()
+	if err := cmd.Stop(testPatience); err != nil {
 		l.t.Fatalf("stop: %v\n%s", err, cmd.Log())
+	}
+	if complaints() > before {
+		l.t.Errorf("it complains of what it takes away itself:\n%s", cmd.Log())
 	}
 }
 
@@ -220,7 +225,7 @@ func (l *lab) stop(cmd *netlab.Cmd) {
 func (l *lab) ping(addrs ...netip.Addr) {
 	l.t.Helper()
 	for _, a := range addrs {
-		ctx, cancel := context.WithTimeout(l.ctx, 5*time.Second)
+		ctx, cancel := context.WithTimeout(l.ctx, testPatience)
 		if err := l.Client.WaitPing(ctx, a); err != nil {
 			l.t.Errorf("%v\n%s", err, l.dump())
 		}

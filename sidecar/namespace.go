@@ -28,6 +28,23 @@ func lockNamespace() (io.Closer, error) {
 	return os.NewFile(uintptr(fd), "lock"), nil
 }
 
+// lockState makes sure that this is the only sidecar of its state directory: two would
+// be one client, and take its place at the gateway from each other.
+func lockState(dir string) (io.Closer, error) {
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("lock the state directory: %w", err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		f.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("another quicvpn sidecar runs with the state directory %s: stop it, or give this one another --state-dir", dir)
+		}
+		return nil, fmt.Errorf("lock the state directory %s: %w", dir, err)
+	}
+	return f, nil
+}
+
 // haveIPv6 reports that the kernel has IPv6 at all.
 func haveIPv6() bool {
 	_, err := os.Stat("/proc/sys/net/ipv6")

@@ -198,6 +198,11 @@ func (s *Sidecar) Run(ctx context.Context) (err error) {
 		return err
 	}
 	defer lock.Close()
+	state, err := lockState(s.cfg.StateDir)
+	if err != nil {
+		return err
+	}
+	defer state.Close()
 	listeners, err := listenProxies(s.cfg.Proxies)
 	if err != nil {
 		return err

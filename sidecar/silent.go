@@ -82,7 +82,7 @@ func (c *connector) giveWay(ctx context.Context) error {
 	if old == nil {
 		return nil
 	}
-	limit := time.After(2*glance + 2*old.RTT()) // it asks every glance
+	limit := time.After(3*glance + 2*old.RTT()) // it asks every glance
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for {

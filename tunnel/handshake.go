@@ -236,7 +236,7 @@ func (d *Dialer) attempt(ctx context.Context, gateway netip.AddrPort, size int, 
 		}
 		return a
 	}
-	a.steering = d.Congestion.steer(a.conn, install.Options{RTT: time.Since(began), Saved: a.saved.saved()}, log)
+	a.steering = d.Congestion.steer(a.conn, install.Options{RTT: time.Since(began), Saved: a.saved.saved(), MaxPTO: clientMaxPTO}, log)
 	return a
 }
 

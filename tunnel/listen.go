@@ -198,7 +198,7 @@ func (s *Server) serveConn(ctx context.Context, conn *quic.Conn) {
 		server: s, conn: conn, ctx: ctx, known: s.strangers.add(conn), incoming: make(chan *quic.ReceiveStream, 1),
 		saved: s.paths.get(addrPort(conn.RemoteAddr()).Addr(), time.Now()),
 	}
-	h.steering = s.cfg.Congestion.steer(conn, install.Options{Saved: h.saved.saved()}, s.cfg.Log)
+	h.steering = s.cfg.Congestion.steer(conn, install.Options{Saved: h.saved.saved(), MaxPTO: gatewayMaxPTO}, s.cfg.Log)
 	defer h.known()
 	h3 := &http3.Server{Handler: h, EnableDatagrams: !own, MaxHeaderBytes: maxHeaderBytes}
 	if own {

@@ -38,6 +38,11 @@ const (
 	keepAlive   = 5 * time.Second
 	idleTimeout = 30 * time.Second
 
+	// In an outage a client looks often whether it is over; a gateway, which may have
+	// lost many clients at once, less often.
+	clientMaxPTO  = 250 * time.Millisecond
+	gatewayMaxPTO = time.Second
+
 	// busyLook is how many packets within a look are more than answers to pings.
 	busyLook = 16
 )
@@ -155,6 +160,7 @@ func (s *Session) MTUChanged() <-chan struct{} { return s.path.changed }
 // LastReceived returns when the peer was last heard of, and whether it owes an
 // answer to something that was sent since.
 func (s *Session) LastReceived() (at time.Time, waiting bool) {
+	s.heard.received(s.conn.ConnectionStats().PacketsReceived)
 	received := s.heard.at.Load()
 	return time.Unix(0, received), s.heard.sent.Load() > received
 }
@@ -223,7 +229,7 @@ func (s *Session) watch() {
 	}
 	t := time.NewTicker(tick)
 	defer t.Stop()
-	var received, came uint64
+	var received, came uint64 // packets; in all, and since the last look
 	var stall stallDetector
 	lastPing := time.Now()
 	for {
@@ -239,21 +245,19 @@ func (s *Session) watch() {
 			stats := s.conn.ConnectionStats()
 			s.learner.look(s, stats, now)
 			before := came
-			came, received = stats.PacketsReceived-received, stats.PacketsReceived
-			quiet := came == 0
-			if !quiet {
-				s.heard.at.Store(now.UnixNano())
-			}
+			came = stats.PacketsReceived - received
+			received = stats.PacketsReceived
+			s.heard.received(received)
 			if stall.stalled(now, s.writing(), stats) {
 				s.log.Info("the path no longer carries large packets; starting again with smaller ones", "remote", s.Remote())
 				s.fail(errPathShrank)
 				return
 			}
-			// A gateway that owes an answer is asked again and again: QUIC's own repeats
-			// come ever more seldom, and would learn late that the path is back.
-			// So is one that went quiet in the middle of something.
+			// A gateway that owes an answer is asked: QUIC's probes, which follow, want
+			// something that is on the way. So is one that went quiet in the middle of
+			// something.
 			_, owed := s.LastReceived()
-			if s.client && (quiet && (owed || before >= busyLook) || now.Sub(lastPing) >= keepAlive) {
+			if s.client && (came == 0 && (owed || before >= busyLook) || now.Sub(lastPing) >= keepAlive) {
 				lastPing = now
 				s.heard.sentNow()
 				if err := s.control.ping(s.datagramSpace()); err != nil {
@@ -338,7 +342,17 @@ func (s *Session) onTooBig(mtu int) {
 
 // liveness holds when the peer was last heard of and when it was last sent
 // something that it must answer, in Unix nanoseconds.
-type liveness struct{ at, sent atomic.Int64 }
+type liveness struct {
+	at, sent atomic.Int64
+	packets  atomic.Uint64 // until at
+}
+
+// received takes in how many packets have come in all.
+func (l *liveness) received(packets uint64) {
+	if old := l.packets.Load(); packets > old && l.packets.CompareAndSwap(old, packets) {
+		l.at.Store(time.Now().UnixNano())
+	}
+}
 
 func (l *liveness) sentNow() {
 	// Only the first packet after the last sign of life counts: the peer owes

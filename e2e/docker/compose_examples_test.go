@@ -98,7 +98,7 @@ func TestExampleGateway(t *testing.T) {
 		}
 	}
 	reach()
-	if err := client.Stop(10 * time.Second); err != nil {
+	if err := client.Stop(30 * time.Second); err != nil {
 		t.Fatal(err)
 	}
 

@@ -166,7 +166,7 @@ func (h *host) waitPing(container string, to netip.Addr) {
 // stopDriver stops the driver gracefully.
 func (h *host) stopDriver() {
 	h.w.t.Helper()
-	if err := h.driver.Stop(10 * time.Second); err != nil {
+	if err := h.driver.Stop(30 * time.Second); err != nil {
 		h.w.t.Errorf("stop the driver: %v; it printed:\n%s", err, h.driver.Log())
 	}
 }

@@ -42,6 +42,10 @@ type algorithm struct {
 	stats connStats
 	news  *atomic.Pointer[Snapshot]
 
+	maxPTO   time.Duration
+	ptoCount *uint32 // how often quic-go has doubled the timeout
+	rtt      rttStats
+
 	origin   int64           // quic-go's time at zero of ours, which may not be negative
 	now      congestion.Time // latest that quic-go told
 	inflight int64           // after the batch
@@ -106,6 +110,14 @@ func (a *algorithm) OnPacketSent(now, inflight, pn, size int64, ackEliciting boo
 	if ackEliciting {
 		a.inflight = inflight
 		a.mayBeIdle = false
+		a.boundPTO()
+	}
+}
+
+// boundPTO is called when a packet was sent: before quic-go sets the timer by it.
+func (a *algorithm) boundPTO() {
+	if n := *a.ptoCount; n > 1 && a.maxPTO > 0 && a.rtt.PTO(true)<<n > a.maxPTO {
+		*a.ptoCount--
 	}
 }
 

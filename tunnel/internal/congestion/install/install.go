@@ -73,6 +73,11 @@ type Options struct {
 	RTT time.Duration
 	// Saved is what was learned of the path before; the zero Path is nothing.
 	Saved congestion.Path
+	// MaxPTO bounds the time between probes (RFC 9002, section 6.2), which quic-go
+	// doubles up to a minute: in an outage they would tell late that it is over. The
+	// window, which may be full of what was lost, does not hold them up. They are at
+	// least two timeouts apart. Zero is quic-go's bound.
+	MaxPTO time.Duration
 	// Seed varies when bandwidth is probed.
 	Seed uint64
 }
@@ -271,5 +276,5 @@ func (t *target) newAlgorithm(size int64) sendAlgorithm {
 			cfg.RTT = t.slots.rtt.SmoothedRTT()
 		}
 	}
-	return &algorithm{c: congestion.New(cfg), stats: t.slots.stats, news: &t.handle.news}
+	return &algorithm{c: congestion.New(cfg), stats: t.slots.stats, news: &t.handle.news, maxPTO: t.handle.opts.MaxPTO, ptoCount: t.slots.ptoCount, rtt: t.slots.rtt}
 }

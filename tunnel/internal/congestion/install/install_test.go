@@ -15,6 +15,8 @@ import (
 	"github.com/quic-go/quic-go/qlog"
 	"github.com/quic-go/quic-go/qlogwriter"
 	"go.uber.org/goleak"
+
+	"github.com/quicvpn/quicvpn/tunnel/internal/congestion"
 )
 
 // ends are two transports on loopback.
@@ -116,6 +118,30 @@ func TestBothEnds(t *testing.T) {
 	}
 	if _, err := Install(client, Options{}); err == nil {
 		t.Error("a second Install passed")
+	}
+}
+
+type fixedRTT struct{ rttStats }
+
+func (fixedRTT) PTO(bool) time.Duration { return 30 * time.Millisecond }
+
+func TestMaxPTO(t *testing.T) {
+	for maxPTO, want := range map[time.Duration]time.Duration{
+		0:                      30 << 9 * time.Millisecond,
+		250 * time.Millisecond: 240 * time.Millisecond,
+		time.Millisecond:       60 * time.Millisecond,
+	} {
+		h, count := &Handle{}, uint32(0)
+		a := &algorithm{c: congestion.New(congestion.Config{MaxDatagramSize: 1200}), news: &h.news, maxPTO: maxPTO, ptoCount: &count, rtt: fixedRTT{}}
+		for pn := range int64(10) {
+			a.OnPacketSent(int64(time.Second), pn*1200, pn, 1200, true)
+			if pn < 9 {
+				count++ // as quic-go does when the timer fires
+			}
+		}
+		if got := a.rtt.PTO(true) << count; got != want {
+			t.Errorf("bound by %v: %v, want %v", maxPTO, got, want)
+		}
 	}
 }
 

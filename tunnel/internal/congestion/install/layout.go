@@ -53,6 +53,7 @@ type slots struct {
 	connLogger *qlogwriter.Recorder
 	ackLogger  *qlogwriter.Recorder
 	onAckOfAck *func(qlog.PacketNumber)
+	ptoCount   *uint32
 	rtt        rttStats
 	stats      connStats
 }
@@ -60,6 +61,7 @@ type slots struct {
 type rttStats interface {
 	HasMeasurement() bool
 	SmoothedRTT() time.Duration
+	PTO(includeMaxAckDelay bool) time.Duration
 }
 
 // field returns field name of the struct v as something that can be read and
@@ -133,6 +135,9 @@ func find(conn any) (s slots, err error) {
 		return s, err
 	}
 	if s.onAckOfAck, err = typed[func(qlog.PacketNumber)](h, "ignorePacketsBelow"); err != nil {
+		return s, err
+	}
+	if s.ptoCount, err = typed[uint32](h, "ptoCount"); err != nil {
 		return s, err
 	}
 	rtt, err := field(h, "rttStats", "*utils.RTTStats")
