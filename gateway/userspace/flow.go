@@ -79,7 +79,11 @@ func (e *Exit) flow(k key) (*flow, error) {
 		release()
 		return nil, errFull
 	}
-	if old := e.flows[k]; old != nil {
+	if old := e.flows[k]; old != nil && old.owner == owner { // which another queue has opened meanwhile
+		f.sock.close()
+		release()
+		return old, nil
+	} else if old != nil {
 		old.sock.close()
 	}
 	e.flows[k] = f

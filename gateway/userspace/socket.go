@@ -81,8 +81,9 @@ func (s *socket) send(payload []byte, segment int, to netip.AddrPort) error {
 		binary.NativeEndian.PutUint16(control[unix.CmsgLen(0):], uint16(segment))
 	}
 	var sent error
-	// A first error may be an earlier packet's, of which the reader hears too.
-	for range 2 {
+	// An error may be an earlier packet's, of which the reader hears too, and there may
+	// be several in a row.
+	for range 8 {
 		err := s.raw.Write(func(fd uintptr) bool {
 			_, sent = unix.SendmsgN(int(fd), payload, control, sockaddr(to), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 			return true
@@ -115,7 +116,7 @@ func (s *socket) receive(take func([]byte, int, netip.AddrPort), fail func(sysca
 			buf = buffers.Get().(*[]byte)
 		}
 		n, oobn, _, from, failed = unix.Recvmsg(int(fd), *buf, control[:], unix.MSG_DONTWAIT)
-		if failed == unix.EAGAIN {
+		if failed == unix.EAGAIN && !hasErrors(fd) {
 			buffers.Put(buf) // nobody waits with one
 			buf = nil
 			return false
@@ -136,6 +137,14 @@ func (s *socket) receive(take func([]byte, int, netip.AddrPort), fail func(sysca
 	})
 	take((*buf)[:n], segment, addrPort(from))
 	return nil
+}
+
+// hasErrors reports whether there is something in a socket's queue of errors. A call
+// that sends may have taken the socket's own error, so that no receiving call fails.
+func hasErrors(fd uintptr) bool {
+	set := []unix.PollFd{{Fd: int32(fd)}}
+	_, err := unix.Poll(set, 0)
+	return err == nil && set[0].Revents&unix.POLLERR != 0
 }
 
 // errors hands on what is in the socket's queue of errors.
