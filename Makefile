@@ -97,7 +97,7 @@ e2e: setup
 fuzz:
 	@GO=$(GO) sh internal/fuzz.sh $(FUZZTIME)
 
-# All of it; about fifteen minutes on two cores. The end-to-end tests run twice: on
+# All of it; about twenty minutes on two cores. The end-to-end tests run twice: on
 # the binary as users have it, and on one with the race detector.
 check: setup lint build test e2e fuzz
 	$(MAKE) e2e RACE=1

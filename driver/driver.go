@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
+	"github.com/quicvpn/quicvpn/internal/durable"
 	"github.com/quicvpn/quicvpn/tunnel"
 )
 
@@ -125,12 +126,12 @@ func (d *Driver) acquire() error {
 	if err != nil {
 		return fmt.Errorf("lock the state directory: %w", err)
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := durable.Lock(f); err != nil {
 		f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
+		if errors.Is(err, durable.ErrLocked) {
 			return fmt.Errorf("another driver runs with the state directory %s: stop it, or give this one another --state-dir and --plugin-dir", d.cfg.StateDir)
 		}
-		return fmt.Errorf("lock %s: %w", path, err)
+		return err
 	}
 	d.lock = f
 	return nil

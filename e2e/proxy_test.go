@@ -252,13 +252,13 @@ func TestProxyOutage(t *testing.T) {
 	p := newProxyWorld(t)
 	p.serveTCPEcho()
 	p.startProxy()
-	// reset wants the end of a connection at once: no time-out is that short.
+	// reset wants the end of a connection within a second.
 	reset := func(what string, c net.Conn) {
 		t.Helper()
 		began := time.Now()
 		_, err := c.Read(make([]byte, 1))
-		if took := time.Since(began); !errors.Is(err, syscall.ECONNRESET) || took > 5*time.Second {
-			t.Errorf("%s: %v after %v, want a reset at once", what, err, took)
+		if took := time.Since(began); !errors.Is(err, syscall.ECONNRESET) || took > time.Second {
+			t.Errorf("%s: %v after %v, want a reset within a second", what, err, took)
 		}
 		c.Close()
 	}
@@ -278,7 +278,7 @@ func TestProxyOutage(t *testing.T) {
 	// While it is away everybody hears so in bounded time.
 	began := time.Now()
 	out, code := p.curl("--proxy socks5h://" + socksAt + " http://www.example/")
-	if took := time.Since(began); code != 97 || !strings.Contains(out, "(3)") || took > 25*time.Second {
+	if took := time.Since(began); code != 97 || !strings.Contains(out, "(3)") || took > 12*time.Second {
 		t.Errorf("without a gateway: exit code %d after %v, %s", code, took, out)
 	}
 	if line, err := p.healthcheck(); err == nil {

@@ -20,13 +20,12 @@ import (
 // A userspaceEgress is the gateway's way out by ordinary sockets. It changes nothing
 // of the host.
 type userspaceEgress struct {
-	cfg   egressConfig
-	ns    *netNS
-	watch *nl.NetlinkSocket // tells of changes of addresses
-	host  atomic.Pointer[map[netip.Addr]struct{}]
-	exit  *userspace.Exit
-	// router is there before the first packet.
-	router *router
+	cfg    egressConfig
+	ns     *netNS
+	watch  *nl.NetlinkSocket // tells of changes of addresses
+	host   atomic.Pointer[map[netip.Addr]struct{}]
+	exit   *userspace.Exit
+	router *router // from start on
 	places *shares // for sockets
 	closed func() error
 }
@@ -128,7 +127,8 @@ func (u *userspaceEgress) admit(Client) {}
 
 func (u *userspaceEgress) netNS() *netNS { return u.ns }
 
-func (u *userspaceEgress) start(ctx context.Context, group *errgroup.Group, _ *router) {
+func (u *userspaceEgress) start(ctx context.Context, group *errgroup.Group, r *router) {
+	u.router = r
 	group.Go(func() error {
 		u.exit.Run(ctx)
 		return nil

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -127,7 +128,7 @@ func (c *udpFlow) Read(b []byte) (int, error) {
 	for {
 		c.SetReadDeadline(since.Add(udpIdle))
 		n, err := c.Conn.Read(b)
-		if wrote := time.Unix(0, c.wrote.Load()); isTimeout(err) && wrote.After(since) {
+		if wrote := time.Unix(0, c.wrote.Load()); errors.Is(err, os.ErrDeadlineExceeded) && wrote.After(since) {
 			since = wrote
 			continue
 		}
@@ -301,9 +302,4 @@ func (f *flows) race(ctx context.Context, network string, addrs []netip.AddrPort
 		}
 	}
 	return nil, fmt.Errorf("dial: %w", failed)
-}
-
-func isTimeout(err error) bool {
-	timeout, ok := errors.AsType[net.Error](err)
-	return ok && timeout.Timeout()
 }

@@ -164,9 +164,6 @@ func newGateway(cfg Config) (_ *Gateway, err error) {
 		pool4: pool4, pool6: pool6, exits: g.egress.exits(), exit6: g.egress.leaves6(),
 		isHost: g.egress.isHost, admitted: g.state.Admitted, drops: &g.drops,
 	})
-	if u, ok := g.egress.(*userspaceEgress); ok {
-		u.router = g.router
-	}
 	if !cfg.DisableDNS {
 		g.names, err = openNames(namesConfig{servers: cfg.NameServers, dial: g.egress.netNS().dial, router: g.router, log: cfg.Log})
 		if err != nil {
@@ -215,11 +212,11 @@ func (g *Gateway) release() error {
 func (g *Gateway) Run(ctx context.Context) error {
 	g.cfg.Log.Info("gateway is up", "listen", g.Addr(), "egress", g.egress.String(), "pool4", g.router.cfg.pool4, "pool6", g.router.cfg.pool6, "ipv6", g.egress.leaves6())
 	group, ctx := errgroup.WithContext(ctx)
+	g.egress.start(ctx, group, g.router) // before clients
 	group.Go(func() error { return g.server.Run(ctx) })
 	group.Go(func() error { return g.state.Watch(ctx, g.router.detachRevoked) })
 	group.Go(func() error { return g.report(ctx) })
 	group.Go(func() error { return g.router.expire(ctx) })
-	g.egress.start(ctx, group, g.router)
 	err := group.Wait()
 	if err := errors.Join(err, g.close()); err != nil {
 		return fmt.Errorf("run gateway: %w", err)

@@ -74,7 +74,7 @@ func Init(o InitOptions) (_ token.Token, err error) {
 	}
 	made.mayRemove(filepath.Join(o.Dir, gatewayLock))
 	lock, err = lockFile(o.Dir, gatewayLock)
-	if errors.Is(err, errLocked) {
+	if errors.Is(err, durable.ErrLocked) {
 		made = undo{} // all of it is the other one's
 		return token.Token{}, fmt.Errorf("another quicvpn process is using %s: end it first", o.Dir)
 	}

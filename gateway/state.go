@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/time/rate"
 
+	"github.com/quicvpn/quicvpn/internal/durable"
 	"github.com/quicvpn/quicvpn/tunnel"
 )
 
@@ -81,7 +82,7 @@ func openState(dir string) (_ *State, err error) {
 		return nil, err
 	}
 	s.lock, err = lockFile(dir, gatewayLock)
-	if errors.Is(err, errLocked) {
+	if errors.Is(err, durable.ErrLocked) {
 		return nil, fmt.Errorf("another gateway runs on %s: stop it, or give this one a directory of its own", dir)
 	}
 	if err != nil {

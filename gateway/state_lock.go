@@ -8,10 +8,9 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-)
 
-// errLocked says that another process has the lock.
-var errLocked = errors.New("locked")
+	"github.com/quicvpn/quicvpn/internal/durable"
+)
 
 // lockFile takes a lock that ends with the process or with Close. The file
 // stays, because removing it would let two holders in.
@@ -22,12 +21,9 @@ func lockFile(dir, name string) (*os.File, error) {
 		if err != nil {
 			return nil, fmt.Errorf("lock gateway state: %w", err)
 		}
-		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		if err := durable.Lock(f); err != nil {
 			f.Close()
-			if errors.Is(err, unix.EWOULDBLOCK) {
-				return nil, errLocked
-			}
-			return nil, fmt.Errorf("lock %s: %w", path, err)
+			return nil, err
 		}
 		var st unix.Stat_t
 		if err := unix.Fstat(int(f.Fd()), &st); err != nil {
@@ -46,7 +42,7 @@ func lockTokens(dir string) (*os.File, error) {
 	const patience, pause = 10 * time.Second, 5 * time.Millisecond
 	for range patience / pause {
 		f, err := lockFile(dir, tokensLock)
-		if !errors.Is(err, errLocked) {
+		if !errors.Is(err, durable.ErrLocked) {
 			return f, err
 		}
 		time.Sleep(pause)

@@ -114,7 +114,7 @@ func TestRefusedAtOnce(t *testing.T) {
 		if err == nil {
 			t.Errorf("%s: connected", to)
 		}
-		if took := time.Since(start); took > 8*time.Second {
+		if took := time.Since(start); took > 3*time.Second {
 			t.Errorf("%s: it took %v to fail with %v", to, took, err)
 		}
 	}

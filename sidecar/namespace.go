@@ -8,6 +8,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/quicvpn/quicvpn/internal/durable"
 )
 
 // lockNamespace makes sure that this is the only sidecar of its network
@@ -35,12 +37,12 @@ func lockState(dir string) (io.Closer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("lock the state directory: %w", err)
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := durable.Lock(f); err != nil {
 		f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
+		if errors.Is(err, durable.ErrLocked) {
 			return nil, fmt.Errorf("another quicvpn sidecar runs with the state directory %s: stop it, or give this one another --state-dir", dir)
 		}
-		return nil, fmt.Errorf("lock the state directory %s: %w", dir, err)
+		return nil, err
 	}
 	return f, nil
 }

@@ -368,7 +368,7 @@ func TestTrust(t *testing.T) {
 			if _, err := d.Dial(t.Context(), g.Addr()); !errors.Is(err, test.want) {
 				t.Errorf("Dial = %v, want %v", err, test.want)
 			}
-			if took := time.Since(start); took > 5*time.Second {
+			if took := time.Since(start); took > 900*time.Millisecond {
 				t.Errorf("said so after %v, want at once", took)
 			}
 		})
@@ -407,7 +407,6 @@ func TestGatewayRestart(t *testing.T) {
 			got := newCollector()
 			go func() { ended <- client.Receive(got) }()
 			server := <-first.serve
-			before := time.Now()
 			if !sends {
 				for range 4 * busyLook {
 					server.Send(0, []packet.Packet{{Data: udpPacket(far4, client4, 1000)}}, nil)
@@ -420,7 +419,7 @@ func TestGatewayRestart(t *testing.T) {
 			first.stop()
 			second := startGateway(t, ServerConfig{Key: key, Listen: at})
 
-			stop := time.After(patience)
+			stop := time.After(3 * time.Second) // less than until a ping is due anyway
 			for {
 				if sends {
 					client.Send(0, []packet.Packet{{Data: udpPacket(client4, far4, 100)}}, nil)
@@ -430,14 +429,11 @@ func TestGatewayRestart(t *testing.T) {
 					if err == nil {
 						t.Error("Receive = nil, want a reason")
 					}
-					if took := time.Since(before); took >= keepAlive {
-						t.Errorf("noticed after %v, by a ping that was due anyway", took)
-					}
 					dial(t, second.dialer(t), at)
 					return
 				case <-time.After(50 * time.Millisecond):
 				case <-stop:
-					t.Fatal("the session still stands after the gateway has restarted")
+					t.Fatal("the session still stands 3 s after the gateway has restarted")
 				}
 			}
 		})
@@ -456,7 +452,7 @@ func TestCloseEndsBothEnds(t *testing.T) {
 		if err == nil || !bytes.Contains([]byte(err.Error()), []byte("revoked")) {
 			t.Errorf("Receive = %v, want the reason", err)
 		}
-	case <-time.After(patience):
+	case <-time.After(3 * time.Second):
 		t.Fatal("the client did not notice")
 	}
 	if err := client.Close(""); err != nil {

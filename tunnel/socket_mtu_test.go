@@ -145,6 +145,7 @@ func TestSocketPathMTU(t *testing.T) {
 						reading(t, client)
 					}
 					to := socketPort(server, tc.server)
+					start := time.Now()
 					if _, _, err := client.WriteMsgUDP(quicPacket(way.size, 0xabcd1234), way.oob, to); err != nil {
 						t.Fatal(err)
 					}
@@ -152,15 +153,20 @@ func TestSocketPathMTU(t *testing.T) {
 						time.Sleep(20 * time.Millisecond)
 						noEvent(t, events)
 						// The next write finds the error, and is sent nevertheless.
+						start = time.Now()
 						if _, _, err := client.WriteMsgUDP(quicPacket(1200, 0xabcd1234), nil, to); err != nil {
 							t.Fatal(err)
 						}
 						receivePackets(t, server, 1)
 					}
 					got := nextEvent(t, events)
+					took := time.Since(start)
 					if d := cmp.Diff(tooBigEvent{to.AddrPort(), tc.mtu}, got, compareNetip, cmp.AllowUnexported(tooBigEvent{}),
 						cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); d != "" {
 						t.Error(d)
+					}
+					if took > 500*time.Millisecond {
+						t.Errorf("it took %v", took)
 					}
 					// Just what fits, alone and in segments. The kernel must not have
 					// drawn conclusions of its own: larger probes are still sent.

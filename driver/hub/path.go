@@ -157,15 +157,21 @@ func (p *port) write(queue int, pkts []packet.Packet) {
 // come with one queue number.
 func (e *Exit) Answer(queue int, pkts []packet.Packet) {
 	t := e.hub.table.Load()
+	writeRuns(queue, pkts, func(p *packet.Packet) *port { return t.answered(e, p) })
+}
+
+// writeRuns gives each packet to the container that it is for, if any, and those that
+// follow each other to one at once.
+func writeRuns(queue int, pkts []packet.Packet, to func(*packet.Packet) *port) {
 	var run *port
 	start := 0
 	for i := range pkts {
-		to := t.answered(e, &pkts[i])
-		if to != run {
+		p := to(&pkts[i])
+		if p != run {
 			if run != nil {
 				run.write(queue, pkts[start:i])
 			}
-			start, run = i, to
+			start, run = i, p
 		}
 	}
 	if run != nil {
@@ -205,20 +211,7 @@ func (e *Exit) deliver(queue int, pkts []packet.Packet, trusted bool) {
 		return
 	}
 	var last memo
-	var run *port
-	start := 0
-	for i := range pkts {
-		to := t.accept(&pkts[i], &last, trusted)
-		if to != run {
-			if run != nil {
-				run.write(queue, pkts[start:i])
-			}
-			start, run = i, to
-		}
-	}
-	if run != nil {
-		run.write(queue, pkts[start:])
-	}
+	writeRuns(queue, pkts, func(p *packet.Packet) *port { return t.accept(p, &last, trusted) })
 }
 
 // accept decides which container a packet is for, if any.

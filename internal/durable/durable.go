@@ -1,6 +1,6 @@
 // Package durable writes small files so that after a crash or a loss of power
-// each is there whole, old or new, and never in part. It does not lock: one
-// writer of a file at a time is the caller's business.
+// each is there whole, old or new, and never in part. One writer of a file at a
+// time is the caller's business, for which there is Lock.
 package durable
 
 import (
@@ -46,6 +46,22 @@ func Create(path string, data []byte) (err error) {
 		return err
 	}
 	return SyncDir(filepath.Dir(path))
+}
+
+// ErrLocked says that another process has the lock.
+var ErrLocked = errors.New("locked")
+
+// Lock locks an open file, or a directory, for as long as it is open. Where another
+// process has the lock the error is ErrLocked.
+func Lock(f *os.File) error {
+	err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		return ErrLocked
+	}
+	if err != nil {
+		return fmt.Errorf("lock %s: %w", f.Name(), err)
+	}
+	return nil
 }
 
 // fill writes, syncs and closes f.
