@@ -248,7 +248,7 @@ func (s *Session) watch() {
 			came = stats.PacketsReceived - received
 			received = stats.PacketsReceived
 			s.heard.received(received)
-			if stall.stalled(now, s.writing(), stats) {
+			if stall.stalled(now, s.writing(), s.moved(stats), received) {
 				s.log.Info("the path no longer carries large packets; starting again with smaller ones", "remote", s.Remote())
 				s.fail(errPathShrank)
 				return
@@ -279,24 +279,33 @@ func (s *Session) writing() bool {
 }
 
 // A stallDetector finds paths that swallow large packets and carry small ones:
-// streams wait and all but nothing is sent, while the peer is heard of.
+// streams wait and all but nothing moves, while the peer is heard of.
 type stallDetector struct {
 	since    time.Time
-	sent     uint64 // bytes, at since
+	moved    uint64 // bytes, at since
 	received uint64 // packets, at since
 }
 
 const (
 	stallTime  = 4 * time.Second
-	stallBytes = 16 << 10 // a few probes with growing pauses
+	stallBytes = 16 << 10
 )
 
-func (d *stallDetector) stalled(now time.Time, writing bool, stats quic.ConnectionStats) bool {
-	if !writing || d.since.IsZero() || stats.BytesSent-d.sent > stallBytes {
-		*d = stallDetector{now, stats.BytesSent, stats.PacketsReceived}
+func (d *stallDetector) stalled(now time.Time, writing bool, moved, received uint64) bool {
+	if !writing || d.since.IsZero() || moved-d.moved > stallBytes {
+		*d = stallDetector{now, moved, received}
 		return false
 	}
-	return now.Sub(d.since) >= stallTime && stats.PacketsReceived > d.received
+	return now.Sub(d.since) >= stallTime && received > d.received
+}
+
+// moved counts the bytes that the other end has acknowledged, or, where that is not
+// known, those that were sent.
+func (s *Session) moved(stats quic.ConnectionStats) uint64 {
+	if s.steering == nil || s.steering.Err() != nil {
+		return stats.BytesSent
+	}
+	return s.steering.Delivered()
 }
 
 // datagramSpace returns the largest packet that now fits one HTTP Datagram.

@@ -440,6 +440,31 @@ func TestGatewayRestart(t *testing.T) {
 	}
 }
 
+func TestStallDetector(t *testing.T) {
+	type look struct {
+		after           time.Duration
+		writing         bool
+		moved, received uint64
+		want            bool
+	}
+	for name, looks := range map[string][]look{
+		"nothing arrives": {{0, true, 0, 0, false}, {3 * time.Second, true, 9000, 5, false}, {4 * time.Second, true, 9000, 5, true}},
+		"much arrives":    {{0, true, 0, 0, false}, {3 * time.Second, true, 20000, 5, false}, {4 * time.Second, true, 20000, 6, false}},
+		"nothing waits":   {{0, false, 0, 0, false}, {4 * time.Second, false, 0, 5, false}},
+		"silence":         {{0, true, 0, 7, false}, {9 * time.Second, true, 0, 7, false}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var d stallDetector
+			start := time.Now()
+			for i, l := range looks {
+				if got := d.stalled(start.Add(l.after), l.writing, l.moved, l.received); got != l.want {
+					t.Errorf("look %d: stalled %t, want %t", i, got, l.want)
+				}
+			}
+		})
+	}
+}
+
 func TestCloseEndsBothEnds(t *testing.T) {
 	g := startGateway(t, ServerConfig{})
 	client := dial(t, g.dialer(t), g.Addr())

@@ -97,3 +97,31 @@ func TestPrivate(t *testing.T) {
 		t.Errorf("an unchangeable file: %v", err)
 	}
 }
+
+func TestLock(t *testing.T) {
+	dir := t.TempDir()
+	open := func() *os.File {
+		t.Helper()
+		f, err := os.Open(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { f.Close() })
+		return f
+	}
+	first, second := open(), open()
+	if err := Lock(first); err != nil {
+		t.Fatal(err)
+	}
+	if err := Lock(second); !errors.Is(err, ErrLocked) {
+		t.Errorf("a second lock: %v, want ErrLocked", err)
+	}
+	first.Close()
+	if err := Lock(second); err != nil {
+		t.Errorf("after the first was closed: %v", err)
+	}
+	second.Close()
+	if err := Lock(second); err == nil || errors.Is(err, ErrLocked) {
+		t.Errorf("a closed file: %v", err)
+	}
+}

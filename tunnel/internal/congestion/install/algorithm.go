@@ -42,6 +42,8 @@ type algorithm struct {
 	stats connStats
 	news  *atomic.Pointer[Snapshot]
 
+	delivered *atomic.Uint64 // bytes
+
 	maxPTO   time.Duration
 	ptoCount *uint32 // how often quic-go has doubled the timeout
 	rtt      rttStats
@@ -178,6 +180,7 @@ func (a *algorithm) OnPacketAcked(pn, size, prior, now int64) {
 		a.acks = true
 	}
 	a.inflight -= size
+	a.delivered.Add(uint64(size))
 	a.c.OnAck(a.now, pn, size)
 }
 

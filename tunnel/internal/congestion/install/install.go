@@ -88,6 +88,7 @@ type Handle struct {
 	installed atomic.Int32
 	err       atomic.Pointer[error]
 	news      atomic.Pointer[Snapshot]
+	delivered atomic.Uint64
 }
 
 // A Snapshot is what the controller knew at most 100 ms before the latest ACK.
@@ -120,6 +121,9 @@ func (h *Handle) Err() error {
 
 // Snapshot returns what the controller knows, nil before the first ACK.
 func (h *Handle) Snapshot() *Snapshot { return h.news.Load() }
+
+// Delivered returns how many bytes of packets the peer has acknowledged.
+func (h *Handle) Delivered() uint64 { return h.delivered.Load() }
 
 // Install gives conn, whose Config has a Tracer of this package, a controller as
 // soon as it sends its next packet. Call it when Dial or Accept returned, before
@@ -276,5 +280,5 @@ func (t *target) newAlgorithm(size int64) sendAlgorithm {
 			cfg.RTT = t.slots.rtt.SmoothedRTT()
 		}
 	}
-	return &algorithm{c: congestion.New(cfg), stats: t.slots.stats, news: &t.handle.news, maxPTO: t.handle.opts.MaxPTO, ptoCount: t.slots.ptoCount, rtt: t.slots.rtt}
+	return &algorithm{c: congestion.New(cfg), stats: t.slots.stats, news: &t.handle.news, delivered: &t.handle.delivered, maxPTO: t.handle.opts.MaxPTO, ptoCount: t.slots.ptoCount, rtt: t.slots.rtt}
 }

@@ -107,9 +107,15 @@ func TestBothEnds(t *testing.T) {
 	c, s := install(t, client), install(t, server)
 	transfer(t, client, server, 4<<20)
 	transfer(t, server, client, 4<<20)
+	time.Sleep(publishEvery) // so that what comes next is published
+	transfer(t, client, server, 1<<20)
+	transfer(t, server, client, 1<<20)
 	for name, h := range map[string]*Handle{"client": c, "server": s} {
 		if h.Installed() != 1 || h.Err() != nil {
 			t.Errorf("%s: installed %d times, %v", name, h.Installed(), h.Err())
+		}
+		if h.Delivered() < 4<<20 {
+			t.Errorf("%s: %d bytes were delivered", name, h.Delivered())
 		}
 		n := h.Snapshot()
 		if n == nil || n.MinRTT <= 0 || n.MinRTT > time.Second || n.Window <= 0 || n.Bandwidth <= 0 {
@@ -132,7 +138,7 @@ func TestMaxPTO(t *testing.T) {
 		time.Millisecond:       60 * time.Millisecond,
 	} {
 		h, count := &Handle{}, uint32(0)
-		a := &algorithm{c: congestion.New(congestion.Config{MaxDatagramSize: 1200}), news: &h.news, maxPTO: maxPTO, ptoCount: &count, rtt: fixedRTT{}}
+		a := &algorithm{c: congestion.New(congestion.Config{MaxDatagramSize: 1200}), news: &h.news, delivered: &h.delivered, maxPTO: maxPTO, ptoCount: &count, rtt: fixedRTT{}}
 		for pn := range int64(10) {
 			a.OnPacketSent(int64(time.Second), pn*1200, pn, 1200, true)
 			if pn < 9 {
